@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING
 
 from mpicomm import mpi, session
-from mpicomm.backend import groups
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.session import Session, World
 from mpicomm.startup import mpi_job, survivors
@@ -84,7 +83,6 @@ def _form_next_world(last: Session) -> tuple[Session, NextWorld]:
         comm, found = survivors.regroup(comm, place)
         session.stop_watching(last)
         mpi.forget_revoked()
-        groups.release_abandoned()
         comm, place = found.comm, found.place
         if not found.size:
             raise SystemExit(0)  # of a spare: all ranks have finished

@@ -47,7 +47,9 @@ class DenseCollectives:
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """All-reduce a tensor in place."""
         algorithm = self.node.select("all_reduce", tensor.nbytes, reduction)
-        if algorithm is not Algorithm.MPI and self.node.all_reduce(algorithm, tensor, reduction):
+        if algorithm is Algorithm.SLOTS and self._slots.reduce(tensor, divisor=reduction.divisor):
+            return
+        if algorithm is Algorithm.HIERARCHICAL and self.node.hierarchical.run(tensor, reduction):
             return
         if reduction.is_native:
             mpi_calls.all_reduce(self.comm, tensor, reduction.datatype, reduction.op)
@@ -60,7 +62,7 @@ class DenseCollectives:
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
         """Reduce in place on the root; the tensors of other ranks keep their content."""
         algorithm = self.node.select("reduce", tensor.nbytes, reduction)
-        if algorithm is not Algorithm.MPI and self.node.reduce(algorithm, tensor, reduction, root):
+        if algorithm is Algorithm.SLOTS and self._slots.reduce(tensor, root, divisor=reduction.divisor):
             return
         if reduction.is_native:
             mpi_calls.reduce(self.comm, tensor, reduction.datatype, reduction.op, root)
@@ -82,7 +84,7 @@ class DenseCollectives:
         is_in_place = algorithm is Algorithm.SLOTS and self._is_own_block(output, source)
         is_apart = is_in_place or not buffers.overlap(source, output)
         result = output if is_apart else torch.empty_like(output)
-        if algorithm is not Algorithm.MPI and self.node.reduce_scatter(algorithm, source, result, reduction):
+        if algorithm is Algorithm.SLOTS and self._slots.reduce_scatter(source, result, divisor=reduction.divisor):
             buffers.unpack(result, output)
             return
         if is_in_place:  # MPI needs separate memory
@@ -106,8 +108,6 @@ class DenseCollectives:
         algorithm = self.node.select("broadcast", tensor.nbytes)
         if algorithm is Algorithm.SLOTS and self._slots.broadcast(tensor, root):
             return
-        if algorithm is not Algorithm.MPI and self.node.broadcast(tensor, root):
-            return
         mpi_calls.broadcast(self.comm, tensor, root)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
@@ -116,8 +116,6 @@ class DenseCollectives:
         if algorithm is Algorithm.SLOTS and self._slots.all_gather(output, self._unshared(source, output)):
             return
         self._put(source, output, self._rank * source.numel())
-        if algorithm is not Algorithm.MPI and self.node.all_gather(output):
-            return
         mpi_calls.all_gather(self.comm, output, None)
 
     def all_gather_list(self, outputs: Tensors, source: torch.Tensor) -> None:
@@ -227,7 +225,7 @@ class DenseCollectives:
 
     @property
     def _slots(self) -> NativeSlots:
-        return self.node.native_slots
+        return self.node.slots
 
     # -- lists ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpicomm import mpi
-from mpicomm.backend import gpu_transport, shm_selector, torch_internals
+from mpicomm.backend import gpu_transport, torch_internals
 from mpicomm.backend.operations import Operations
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.settings import Settings
@@ -99,11 +99,6 @@ def end_all(error: RankFailedError, cause: str) -> None:
     for operations in list(_all_operations):
         operations.executor.end(error)
     flight_recorder.end_all(cause)
-
-
-def release_abandoned() -> None:
-    """Release the memory of interrupted operations, once all ranks have ended their groups."""
-    shm_selector.release_abandoned()
 
 
 def is_stuck() -> bool:

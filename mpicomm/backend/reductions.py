@@ -18,9 +18,6 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.backend import algorithms, buffers, dtypes, torch_internals
-from mpicomm.backend.algorithms import Sums
-from mpicomm.shm import interface
-from mpicomm.shm.interface import OrderedSum
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Op
@@ -77,23 +74,18 @@ class Reduction:
     divisor: int = 1
     """Divides the result after the reduction (AVG)."""
 
-    is_integer: bool = False
-    """Whether the tensors hold integers, whose sums have the same bits in any order."""
-
     keys: torch.dtype | None = None
     """The integers that MPI reduces in place of the floating-point numbers (MIN and MAX); None if it reduces these."""
 
-    ordered: OrderedSum | None = None
-    """How torch's kernels compute the reduction through shared memory; None if they do not compute it as MPI does."""
+    uses_slots: bool = False
+    """Whether the C library can compute the reduction in shared memory."""
 
     @functools.cached_property
     def rows(self) -> Mapping[str, str]:
         """The rows of the operations in the tables of algorithms; empty if only MPI computes this reduction."""
-        if self.ordered is None:
+        if not self.uses_slots:
             return {}
-        if not self.is_native:
-            return algorithms.rows(Sums.COMPOSITE)
-        return algorithms.rows(Sums.INTEGER if self.is_integer else Sums.ORDINARY)
+        return algorithms.ROWS if self.is_native else algorithms.COMPOSITE_ROWS
 
     @functools.cached_property
     def is_native(self) -> bool:
@@ -136,7 +128,7 @@ class Reduction:
         if self.divisor != 1:
             raw = dense.detach()
             if raw.dtype.is_floating_point or raw.dtype.is_complex:
-                interface.divide(raw, self.divisor)
+                _divide(raw, self.divisor)
             elif raw.dtype == torch.uint64:  # torch cannot divide it
                 raw.copy_(torch.from_numpy(raw.cpu().numpy() // self.divisor))
             else:
@@ -166,6 +158,19 @@ class Reduction:
 
     def _factor_on(self, device: torch.device) -> Any:
         return self.factor.detach().to(device) if isinstance(self.factor, torch.Tensor) else self.factor
+
+
+def _divide(total: torch.Tensor, divisor: int) -> None:
+    """Divide floating point or complex numbers in place; torch's own division of complex numbers is inexact."""
+    real = torch.view_as_real(total) if total.is_complex() else total
+    real.div_(_scalar(divisor, real.dtype))
+
+
+@functools.cache
+def _scalar(value: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a number as a tensor, by which torch divides three times as fast as by a Python number."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _numbers(tensor: torch.Tensor) -> Any:
@@ -231,15 +236,8 @@ def _plan(name: str, dtype: torch.dtype, size: int, what: str) -> Reduction:
         wide,
         divisor=divisor,
         keys=keys,
-        is_integer=dtype in _INTEGERS,
-        ordered=_ordered(name, dtype, divisor),
+        uses_slots=(name == "SUM" and dtype in _INTEGERS) or (name in ("SUM", "AVG") and dtype in _FLOATS),
     )
-
-
-def _ordered(name: str, dtype: torch.dtype, divisor: int) -> OrderedSum | None:
-    if (name == "SUM" and dtype in _INTEGERS) or (name in ("SUM", "AVG") and dtype in _FLOATS):
-        return OrderedSum(torch.float32 if dtype in dtypes.NARROW_FLOATS else None, divisor)
-    return None
 
 
 def _wide(name: str, dtype: torch.dtype) -> torch.dtype | None:

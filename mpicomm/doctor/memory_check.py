@@ -55,7 +55,7 @@ def check(facts: MemoryFacts) -> list[Finding]:
 def _cma_error() -> int:
     token = ctypes.create_string_buffer(_TOKEN)
     arguments = [str(os.getpid()), str(ctypes.addressof(token)), str(len(_TOKEN))]
-    command = [sys.executable, "-m", "mpicomm.shm.process_memory", *arguments]
+    command = [sys.executable, "-m", "mpicomm.doctor.process_memory", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_CHILD_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -74,7 +74,7 @@ def _check_cma(facts: MemoryFacts) -> Finding:
             "In a container, permit process_vm_readv: `docker run --cap-add=SYS_PTRACE`; in Kubernetes, "
             "securityContext: {capabilities: {add: [SYS_PTRACE]}}"
         )
-    message = f"processes may not copy from each other's memory ({why}): large messages in a node are copied twice"
+    message = f"processes may not copy from each other's memory ({why}): MPI copies large messages in a node twice"
     return warning("CMA", message, remedy)
 
 

@@ -1,7 +1,6 @@
 /* The inner loops of the collective operations in shared memory: sums in rank order, and tensors through slots.
 
-   The library knows neither Python nor torch nor MPI. native.py calls it by ctypes, which releases the GIL. Without it,
-   Python computes the same bits. */
+   The library knows neither Python nor torch nor MPI. native.py calls it by ctypes, which releases the GIL. */
 
 #define _GNU_SOURCE
 #include <sched.h>

@@ -1,6 +1,6 @@
 """The C library of the inner loops and of crash reports, called by ctypes; its calls release the GIL.
 
-It is built where a C compiler is available. Without it, Python computes the same bits.
+It is built where a C compiler is available. Without it, all tensors use MPI.
 """
 
 from __future__ import annotations

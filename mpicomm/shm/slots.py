@@ -10,14 +10,12 @@ the other parts. A tensor that is larger than a slot takes several steps.
 
 With each number, a rank publishes its operation, and the dtype and size of its tensor: all ranks detect a difference.
 
-The sums are made in rank order: all ranks receive the same bits, which depend only on the number of ranks. They are the
-same from the C library (`NativeSlots`) and from torch's kernels (`TorchSlots`).
+The sums are made in rank order: all ranks receive the same bits, which depend only on the number of ranks.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 from array import array
 from collections.abc import Callable, Sequence
@@ -26,7 +24,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpicomm.shm import native
-from mpicomm.shm.interface import OrderedSum, different
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -68,8 +65,6 @@ class NativeSlots:
             gather only on the root, and in scatter on the root and the ranks with wrong sizes.
     """
 
-    most_bytes = math.inf
-
     def __init__(self, comm: Intracomm, memory: torch.Tensor, on_wait: Callable[[], None]) -> None:
         """Use memory that the ranks share (collective).
 
@@ -81,7 +76,7 @@ class NativeSlots:
         assert library is not None
         self._start, self._continue = library.mpicomm_start, library.mpicomm_continue
         self._memory = memory  # mapped as long as the tensor lives
-        self._rank, self._size = comm.rank, comm.size
+        self.rank, self.size = comm.rank, comm.size
         self._on_wait = on_wait
         address, slot_bytes = memory.data_ptr(), _slot_bytes(comm.size)
         self.step_bytes = slot_bytes // comm.size // 64 * 64 - native.HEADER
@@ -98,19 +93,19 @@ class NativeSlots:
         )
         self._address = ctypes.addressof(self._state)
 
-    def reduce(self, tensor: torch.Tensor, how: OrderedSum, root: int | None = None) -> bool:
-        """Reduce in place, with the result on the root, or on all ranks if it is None."""
+    def reduce(self, tensor: torch.Tensor, root: int | None = None, *, divisor: int = 1) -> bool:
+        """Reduce in place, and divide the sum; the root has the result, or all ranks if it is None."""
         kind, numbers = native.KINDS[tensor.dtype]
         operation = native.ALL_REDUCE if root is None else native.REDUCE
         address = tensor.data_ptr() if tensor.is_cpu else None
-        call = native.call(operation, kind, tensor.dtype, root or 0, how.divisor)
+        call = native.call(operation, kind, tensor.dtype, root or 0, divisor)
         ran = self._run(call, address, address, numbers * tensor.numel())
-        if root in (None, self._rank):
+        if root in (None, self.rank):
             _note_write(tensor)
         return ran
 
-    def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> bool:
-        """Reduce a tensor with a block for each rank.
+    def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, *, divisor: int = 1) -> bool:
+        """Reduce a tensor with a block for each rank, and divide the sum.
 
         Args:
             out: Receives this rank's block, and may be that block. For a tensor of `native.NARROW_FLOATS`, it may be in
@@ -118,7 +113,7 @@ class NativeSlots:
         """
         kind, numbers = native.KINDS[tensor.dtype]
         address = tensor.data_ptr() if tensor.is_cpu and out.is_cpu else None
-        call = native.call(native.REDUCE_SCATTER, kind, tensor.dtype, 0, how.divisor)
+        call = native.call(native.REDUCE_SCATTER, kind, tensor.dtype, 0, divisor)
         if out.dtype != tensor.dtype:
             call |= native.IS_WIDE
         ran = self._run(call, address, out.data_ptr(), numbers * out.numel())
@@ -127,8 +122,8 @@ class NativeSlots:
 
     def all_gather(self, tensor: torch.Tensor, source: torch.Tensor | None = None) -> bool:
         """Fill a tensor that has a block for each rank with each rank's source, or the block in its place if None."""
-        address, nbytes = tensor.data_ptr(), tensor.nbytes // self._size
-        mine = address + nbytes * self._rank if source is None else source.data_ptr()
+        address, nbytes = tensor.data_ptr(), tensor.nbytes // self.size
+        mine = address + nbytes * self.rank if source is None else source.data_ptr()
         are_on_host = tensor.is_cpu and (source is None or source.is_cpu)
         ran = self._run(native.moving(native.ALL_GATHER, tensor.dtype), mine if are_on_host else None, address, nbytes)
         _note_write(tensor)
@@ -142,7 +137,7 @@ class NativeSlots:
         """Copy the root's tensor to the other ranks."""
         address = tensor.data_ptr() if tensor.is_cpu else None
         ran = self._run(native.moving(native.BROADCAST, tensor.dtype, root), address, address, tensor.nbytes)
-        if self._rank != root:
+        if self.rank != root:
             _note_write(tensor)
         return ran
 
@@ -150,7 +145,7 @@ class NativeSlots:
         """Send each rank its block of the source, and receive one from each rank in separate memory of that size."""
         address = source.data_ptr() if source.is_cpu and tensor.is_cpu else None
         ran = self._run(
-            native.moving(native.ALL_TO_ALL, tensor.dtype), address, tensor.data_ptr(), tensor.nbytes // self._size
+            native.moving(native.ALL_TO_ALL, tensor.dtype), address, tensor.data_ptr(), tensor.nbytes // self.size
         )
         _note_write(tensor)
         return ran
@@ -185,75 +180,14 @@ class NativeSlots:
         if status == native.DIFFERENT:
             signatures, sizes = self._published()
             are_blocks = self._state.operation in (native.GATHER, native.SCATTER) and len(set(signatures)) == 1
-            raise _different_blocks(sizes) if are_blocks else different(min(sizes), max(sizes))
+            raise _different_blocks(sizes) if are_blocks else different_calls(min(sizes), max(sizes))
         return status == native.DONE
 
     def _published(self) -> tuple[list[int], list[int]]:
         """Return the calls and the numbers of bytes that the ranks have published for the current step."""
-        lines = self._memory[: _head_bytes(self._size)].view(torch.int64).view(-1, native.LINE_BYTES // 8)
-        first = 1 + self._state.number % _BUFFERS * self._size
-        return tuple(lines[first : first + self._size, 1:3].t().tolist())
-
-
-class TorchSlots:
-    """The reductions of tensors that fit into a slot, by torch's kernels; MPI synchronises the ranks.
-
-    all_gather and broadcast are left to MPI, which has the same results.
-    """
-
-    def __init__(self, comm: Intracomm, memory: torch.Tensor) -> None:
-        """Use memory that the ranks share.
-
-        Args:
-            memory: The shared memory, of `segment_bytes(comm.size)` bytes.
-        """
-        self._comm = comm
-        self._rank, self._size = comm.rank, comm.size
-        self.most_bytes = _slot_bytes(comm.size)
-        slots = memory[_head_bytes(comm.size) :].view(_BUFFERS, comm.size, self.most_bytes)
-        with torch.inference_mode(False):
-            self._slots = {dtype: [list(buffer.view(dtype)) for buffer in slots] for dtype in native.KINDS}
-        self._buffer = 0
-        self._found = array("q", bytes(3 * 8 * comm.size))
-
-    def reduce(self, tensor: torch.Tensor, how: OrderedSum, root: int | None = None) -> bool:
-        """Reduce in place, with the result on the root, or on all ranks if it is None."""
-        flat = tensor.detach().view(-1)
-        operation = native.ALL_REDUCE if root is None else native.REDUCE
-        if not self._bring(operation, flat, flat.is_cpu, how.divisor, root or 0):
-            return False
-        if root in (None, self._rank):
-            how.write(self._terms(flat, 0, flat.numel()), flat)
-        return True
-
-    def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, how: OrderedSum) -> bool:
-        """Reduce a tensor with a block for each rank; `out` receives this rank's block."""
-        flat, block = tensor.detach().view(-1), out.numel()
-        if not self._bring(native.REDUCE_SCATTER, flat, flat.is_cpu and out.is_cpu, how.divisor):
-            return False
-        how.write(self._terms(flat, block * self._rank, block), out.detach().view(-1))
-        return True
-
-    def _bring(self, operation: int, flat: torch.Tensor, is_on_host: bool, divisor: int, root: int = 0) -> bool:
-        """Copy this rank's contribution to its slot, and compare the tensors of all ranks (collective)."""
-        # 1. copy
-        self._buffer = 1 - self._buffer
-        if is_on_host:
-            self._slots[flat.dtype][self._buffer][self._rank][: flat.numel()].copy_(flat)
-        # 2. wait for all ranks, and compare
-        call = native.reducing(operation, flat.dtype, root, divisor)
-        published = array("q", [is_on_host, flat.nbytes, call])
-        self._comm.Allgather(published, self._found)
-        if is_on_host and self._found == published * self._size:
-            return True
-        if any(len(set(self._found[each::3])) > 1 for each in (1, 2)):
-            sizes = self._found[1::3]
-            raise different(min(sizes), max(sizes))
-        return False
-
-    def _terms(self, flat: torch.Tensor, start: int, length: int) -> list[torch.Tensor]:
-        slots = self._slots[flat.dtype][self._buffer]
-        return [(flat if rank == self._rank else slots[rank])[start : start + length] for rank in range(self._size)]
+        lines = self._memory[: _head_bytes(self.size)].view(torch.int64).view(-1, native.LINE_BYTES // 8)
+        first = 1 + self._state.number % _BUFFERS * self.size
+        return tuple(lines[first : first + self.size, 1:3].t().tolist())
 
 
 def _blocks(tensors: Sequence[torch.Tensor]) -> tuple[array[int], bool]:
@@ -275,6 +209,19 @@ def _is_crowded(comm: Intracomm) -> bool:
     """Return whether ranks must share cores (collective)."""
     cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
     return comm.size > len(cores)
+
+
+def different_calls(least_bytes: int, most_bytes: int) -> RuntimeError:
+    """Return the error of ranks whose operations, or the sizes of whose tensors, differ."""
+    if least_bytes == most_bytes:
+        return RuntimeError(
+            "all ranks must call the same operation with tensors of the same dtype, got different calls.\n"
+            "Set MPICOMM_DEBUG=1 to see each rank's call."
+        )
+    return RuntimeError(
+        f"tensor sizes must be equal on all ranks, got {least_bytes} to {most_bytes} bytes.\n"
+        f"Pass tensors of the same size on every rank."
+    )
 
 
 def _different_blocks(sizes: Sequence[int]) -> RuntimeError:

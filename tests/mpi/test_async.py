@@ -20,6 +20,7 @@ from mpicomm.backend.future_callbacks import OrderedFuture
 from mpicomm.backend.work import QueuedWork
 from mpicomm.backend.worker_thread import Worker
 from mpicomm.watchdog import flight_recorder
+from tests import nodes
 from tests.time_limits import scaled
 from tests.torches import all_gather_single
 from tests.worlds import Group, on_groups
@@ -400,7 +401,7 @@ def test_asynchronous_barrier(group: Group) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@on_groups("world", "staged", "debug", "direct", "segment")
+@on_groups("world", "mpi", "staged", "debug", *nodes.KINDS)
 def test_inference_tensors(group: Group, dtype: torch.dtype) -> None:
     """They may be written only in inference mode, which is not active on the worker thread."""
     with torch.inference_mode():

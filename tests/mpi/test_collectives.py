@@ -230,7 +230,7 @@ def test_the_output_may_overlap_two_blocks_of_the_input(group: Group, dtype: tor
     assert torch.equal(output, expected)
 
 
-@on_groups("world", "staged", "segment")
+@on_groups("world", "staged", *nodes.KINDS)
 def test_the_default_device_is_the_users_affair(group: Group) -> None:
     """Calls from C++, such as those of DDP, run with this setting; host memory for MPI must not follow it."""
     tensor = torch.ones(4, 2).t()
@@ -249,7 +249,7 @@ LAZY = {
 
 
 @pytest.mark.parametrize("view", LAZY)
-@on_groups("world", "staged", "segment")
+@on_groups("world", "staged", *nodes.KINDS)
 def test_views_that_torch_conjugates_or_negates_when_they_are_read(group: Group, view: str) -> None:
     """The values in their memory differ from the values of the tensors."""
 

@@ -1,11 +1,9 @@
-"""Large tensors through the shared memory of a node: conditions, results, and the fallback to MPI."""
+"""Groups whose ranks share the memory of their nodes: results, conditions, and the fallback to MPI."""
 
 from __future__ import annotations
 
 import functools
-import math
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,26 +15,30 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend import shm_selector
-from mpicomm.shm import cma, hierarchical, segment
-from tests import nodes
+from mpicomm.backend import hierarchical, reductions
+from mpicomm.backend.hierarchical import HierarchicalAllReduce
+from mpicomm.shm import segment
+from tests import nodes, reduction_guarantees
 from tests.torches import all_gather_single, reduce_scatter_single
 from tests.worlds import Group
 
 MIB = 2**20
-LARGE = 2 * MIB  # float32 elements: large enough for shared memory with any number of ranks
-CHUNK = 2**18  # bytes that are reduced at a time when ranks read each other's memory
-Make = Callable[[], dist.ProcessGroup]
+LARGE = 2 * MIB  # float32 elements: enough for the hierarchical all-reduce
+Make = Callable[..., dist.ProcessGroup]
+
+needs_two_nodes = pytest.mark.mpi(min_size=4)
 
 
 @pytest.fixture
 def make(world: mpicomm.World) -> Iterator[Make]:
-    """Create groups of all ranks without slots, and destroy them at the end of the test."""
+    """Create groups of all ranks, and destroy them at the end of the test."""
     made: list[dist.ProcessGroup] = []
 
-    def new() -> dist.ProcessGroup:
+    def new(kind: str = "") -> dist.ProcessGroup:
+        nodes.require(kind)
         made.append(dist.new_group(list(range(world.size))))
-        nodes.without_slots(made[-1])
+        if kind:
+            nodes.lead_by(kind, made[-1])
         return made[-1]
 
     yield new
@@ -50,54 +52,38 @@ def by_node(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
     return groups[request.param]
 
 
-def random(size: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the inputs of all ranks, equal on all ranks: (size, count)."""
-    return torch.randn(size, count, generator=torch.manual_seed(7)).to(dtype)
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The hierarchical all-reduces of the test: whether each ran."""
+    of_test: list[bool] = []
+    run = HierarchicalAllReduce.run
 
+    def noted(self: HierarchicalAllReduce, *arguments: Any) -> bool:
+        of_test.append(run(self, *arguments))
+        return of_test[-1]
 
-def start_and_wait(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None
-    work.wait()
+    monkeypatch.setattr(HierarchicalAllReduce, "run", noted)
+    return of_test
 
 
 def path_of(handle: dist.ProcessGroup) -> Any:
     return handle._operations.node  # type: ignore[attr-defined]
 
 
-def watch(handle: dist.ProcessGroup) -> list[bool]:
-    """Return a list to which each operation that tries shared memory appends whether it used it."""
-    taken: list[bool] = []
-    path = path_of(handle)
-    go = path._go
-
-    def noted(*arguments: Any) -> bool:
-        taken.append(go(*arguments))
-        return taken[-1]
-
-    path._go = noted
-    return taken
+def start_and_wait(tensor: torch.Tensor, *arguments: Any, group: dist.ProcessGroup) -> None:
+    work = dist.all_reduce(tensor, *arguments, group=group, async_op=True)
+    assert work is not None
+    work.wait()
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["direct", "segment"])
-@pytest.mark.parametrize("count", [1, 3, CHUNK // 4 - 1, 3 * CHUNK // 4 + 5, 2 * MIB + 1])
-def test_the_sum_is_made_in_the_order_of_ranks(groups: dict[str, Group], kind: str, count: int) -> None:
-    nodes.require(kind)
-    group = groups[kind]
-    values = random(group.size, count)
-    tensor = values[group.rank].clone()
-    dist.all_reduce(tensor, group=group.handle)
-    assert torch.equal(tensor, functools.reduce(torch.add, values))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_many_chunks(by_node: Group, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_many_steps(by_node: Group, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(hierarchical, "_PIECE_BYTES", 2**20)  # otherwise, each tensor here has a single piece
     size, rank = by_node.size, by_node.rank
-    block = 5 * CHUNK // dtype.itemsize + 3
+    block = 5 * 2**18 // dtype.itemsize + 3
     table = torch.arange(13)
     rows = [table.roll(3 * each).repeat(size * block // 13 + 1)[: size * block].to(dtype) for each in range(size)]
     total = functools.reduce(torch.add, rows)
@@ -169,244 +155,137 @@ def test_successive_operations_do_not_overlap(by_node: Group) -> None:
         whole.fill_(-1.0)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_all_gather_waits_for_ranks_that_are_still_reading(
-    groups: dict[str, Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 reads late; the other ranks would overwrite their tensors if they did not wait for it."""
-    nodes.require("direct")
-    group = groups["direct"]
-    size, rank = group.size, group.rank
-    dist.all_reduce(torch.ones(1), group=group.handle)  # opens the shared memory
-    peers = path_of(group.handle)._node._peers
-    read = peers.read
-
-    def late(*arguments: Any) -> None:
-        time.sleep(0.3 / size)
-        read(*arguments)
-
-    if rank == 0:
-        monkeypatch.setattr(peers, "read", late)
-    whole = torch.empty(1000 * size)
-    all_gather_single(whole, torch.full((1000,), float(rank)), group=group.handle)
-    got = whole.clone()
-    whole.fill_(-1.0)
-    assert torch.equal(got, torch.arange(float(size)).repeat_interleave(1000))
-
-
-@pytest.mark.parametrize("kind", ["direct", "segment"])
-def test_the_average_of_two_ranks(world: mpicomm.World, kind: str) -> None:
-    nodes.require(kind)
+def test_the_average_of_two_ranks(world: mpicomm.World) -> None:
+    nodes.require("slots")
     first = world.rank // 2 * 2
     pairs = [[rank, rank + 1][: world.size - rank] for rank in range(0, world.size, 2)]
     handle = dist.new_subgroups_by_enumeration(pairs)[0]
-    nodes.lead_by(kind, handle)
+    nodes.lead_by("slots", handle)
     tensor = torch.full((1000,), float(world.rank))
     dist.all_reduce(tensor, dist.ReduceOp.AVG, group=handle)
     assert torch.equal(tensor, torch.full((1000,), first + (0.5 if first + 1 < world.size else 0.0)))
     dist.destroy_process_group(handle)
 
 
-@pytest.mark.mpi(min_size=4)
-def test_two_nodes_that_share_memory(make: Make, world: mpicomm.World) -> None:
-    """Within a node, reduce_scatter and all_gather alternate between the halves of the shared memory."""
-    handle = make()
-    nodes.lead_by("two nodes", handle)
-    path_of(handle).connect = nodes.by_segment
-    taken = watch(handle)
-    sizes = (1, 1000, 50_000, 3, 1_000_000)
-    for count in sizes:
-        tensor = torch.arange(float(count)) + world.rank
-        dist.all_reduce(tensor, group=handle)
-        assert torch.equal(tensor, torch.arange(float(count)) * world.size + sum(range(world.size)))
-    assert taken == [True] * (len(sizes) if world.size % 2 == 0 else 0)
-
-
-@pytest.mark.mpi(min_size=4)
+@needs_two_nodes
 @pytest.mark.parametrize("is_by_node", [True, False], ids=["consecutive", "alternating"])
-def test_all_operations_by_two_levels(make: Make, world: mpicomm.World, is_by_node: bool) -> None:
-    handle, size, rank = make(), world.size, world.rank
-    nodes.lead_by("two nodes", handle)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.complex64], ids=str)
+def test_two_levels(make: Make, world: mpicomm.World, taken: list[bool], is_by_node: bool, dtype: torch.dtype) -> None:
+    handle, size, rank = make("two nodes"), world.size, world.rank
     if not is_by_node:  # e.g. srun --distribution=cyclic
         path_of(handle).split_by_node = lambda comm: comm.Split(comm.rank % (size // 2), comm.rank)
-    taken = watch(handle)
-    whole = torch.arange(float(1000 * size)).view(size, 1000)
+    ops = (dist.ReduceOp.SUM, dist.ReduceOp.AVG) if dtype.is_floating_point else (dist.ReduceOp.SUM,)
+    counts = (0, 1, 2, 1000, 50_001)  # of which some do not divide by the ranks of a node
+    for count in counts:
+        for op in ops:
+            tensor = torch.arange(count).remainder_(11).add_(rank).to(dtype)
+            dist.all_reduce(tensor, op, group=handle)
+            total = torch.arange(count).remainder_(11).mul_(size).add_(sum(range(size)))
+            expected = total.to(dtype) if op == dist.ReduceOp.SUM else (total.float() / size).to(dtype)
+            assert torch.equal(tensor, expected)
+    assert taken == [True] * (len(counts) * len(ops) if size % 2 == 0 else 0)
 
-    tensor = whole.flatten() + rank
+
+@needs_two_nodes
+def test_sums_of_nodes_are_rounded_once(make: Make, world: mpicomm.World) -> None:
+    """The sum of the first node, 1 + 2**-8, is no bfloat16 number, but the sum of all ranks is one."""
+    handle = make("two nodes")
+    of_ranks = [1.0, 2.0**-8, 2.0**-8]
+    value = of_ranks[world.rank] if world.rank < len(of_ranks) else 0.0
+    tensor = torch.full((1000,), value, dtype=torch.bfloat16)
     dist.all_reduce(tensor, group=handle)
-    assert torch.equal(tensor, whole.flatten() * size + sum(range(size)))
-    out = torch.empty(1000)
-    reduce_scatter_single(out, whole.flatten() + 2 * rank, op=dist.ReduceOp.AVG, group=handle)
-    assert torch.equal(out, whole[rank] + size - 1)
-    gathered = torch.empty(size * 1000)
-    all_gather_single(gathered, whole[rank].clone(), group=handle)
-    assert torch.equal(gathered, whole.flatten())
-    for root in range(size):
-        tensor = whole[rank].clone()
-        dist.broadcast(tensor, group_src=root, group=handle)
-        assert torch.equal(tensor, whole[root])
-    number = 3 + size if is_by_node else 1
-    assert taken == [True] * (number if size % 2 == 0 else 0)
+    assert torch.equal(tensor, torch.full((1000,), 1 + 2.0**-7, dtype=torch.bfloat16))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_views_of_shared_memory_do_not_pile_up(groups: dict[str, Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    group = groups["segment"]
-    monkeypatch.setattr(segment, "_MAX_SLOTS", 4)
-    for count in range(1, 12):
-        tensor = torch.full((count,), float(group.rank))
-        dist.all_reduce(tensor, group=group.handle)
-        assert torch.equal(tensor, torch.full((count,), float(sum(range(group.size)))))
-    assert len(path_of(group.handle)._node._cached_slots) <= 4
+@pytest.mark.parametrize("setting", ["", "MPICOMM_NATIVE", "MPICOMM_SHARED_MEMORY"])
+def test_promises_with_and_without_the_library(
+    make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """The setting of one rank counts for all."""
+    if setting and world.rank == world.size - 1:
+        monkeypatch.setenv(setting, "0")
+    handle = make()
+    reduction_guarantees.check([3, 5000], handle)
+    uses_slots = path_of(handle)._slots is not None
+    assert uses_slots == (not setting and world.size > 1 and nodes.has_library())
 
 
 # -- conditions --------------------------------------------------------------------------------------------------------
 
 
-def test_large_tensors_take_it_and_small_ones_do_not(make: Make, world: mpicomm.World) -> None:
+@needs_two_nodes
+def test_only_large_tensors_take_two_levels(make: Make, world: mpicomm.World, taken: list[bool]) -> None:
+    nodes.require("two nodes")
     handle = make()
-    taken = watch(handle)
-    dist.all_reduce(torch.ones(1000), group=handle)
+    path_of(handle).split_by_node = lambda comm: comm.Split(comm.rank // 2, comm.rank)
+    dist.all_reduce(torch.ones(LARGE - 1), group=handle)
     assert not taken
     tensor = torch.ones(LARGE)
     dist.all_reduce(tensor, group=handle)
-    assert taken == [True] * (world.size > 1)
+    for op, expected in ((dist.ReduceOp.MAX, 1.0), (dist.ReduceOp.PRODUCT, 1.0)):
+        other = torch.ones(LARGE)
+        dist.all_reduce(other, op, group=handle)
+        assert bool((other == expected).all())
+    assert taken == [True] * (world.size % 2 == 0)
     assert bool((tensor == world.size).all())
 
 
-@pytest.mark.parametrize("op", ["MAX", "MIN", "PRODUCT"])
-def test_reductions_that_torch_computes_differently_use_mpi(make: Make, world: mpicomm.World, op: str) -> None:
-    handle = make()
-    taken = watch(handle)
-    tensor = torch.full((LARGE,), 1.0 + world.rank)
-    dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=handle)
-    assert not taken
-    expected = {"MAX": world.size, "MIN": 1, "PRODUCT": math.factorial(world.size)}[op]
-    assert torch.equal(tensor, torch.full((LARGE,), float(expected)))
+@needs_two_nodes
+def test_memory_that_one_rank_cannot_offer(make: Make, world: mpicomm.World) -> None:
+    """For example, the memory of a GPU: all ranks leave the operation to MPI."""
+    if world.size % 2:
+        pytest.skip("requires nodes of equally many ranks")
+    handle, tensor = make("two nodes"), torch.ones(1000)
+    dist.all_reduce(tensor, group=handle)
+    run = path_of(handle).hierarchical.run
+    plan = reductions.plan(dist.ReduceOp.SUM, torch.float32, world.size, "all_reduce")
+    assert not run(torch.ones(1000, device="meta") if world.rank == 0 else tensor, plan)
+    assert bool((tensor == world.size).all())
+    assert run(tensor, plan)
+    assert bool((tensor == world.size**2).all())
 
 
-def test_one_rank_that_does_not_want_it_keeps_all_from_it(
-    make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
+@needs_two_nodes
+@pytest.mark.parametrize("call", [dist.all_reduce, start_and_wait], ids=["at once", "by the worker"])
+@pytest.mark.parametrize("difference", ["size", "dtype", "op"])
+def test_different_calls_are_refused_on_all_ranks(
+    make: Make, world: mpicomm.World, call: Callable[..., None], difference: str
 ) -> None:
-    if world.rank == world.size - 1:
-        monkeypatch.setenv("MPICOMM_SHARED_MEMORY", "0")
-    handle = make()
-    taken = watch(handle)
-    tensor = torch.ones(LARGE)
-    dist.all_reduce(tensor, group=handle)
-    assert not taken
-    assert bool((tensor == world.size).all())
-
-
-@pytest.mark.mpi(min_size=2)
-def test_memory_that_one_rank_cannot_offer(make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, memory that a GPU driver has mapped."""
-    handle = make()
-    taken = watch(handle)
-    tensor = torch.ones(LARGE)
-    dist.all_reduce(tensor, group=handle)
-    if world.rank == 0:
-        monkeypatch.setattr(path_of(handle)._node, "can_take", lambda _flat: False)
-    dist.all_reduce(tensor, group=handle)
-    monkeypatch.undo()
-    dist.all_reduce(tensor, group=handle)
-    assert taken == [True, False, True]
-    assert bool((tensor == world.size**3).all())
-
-
-def test_an_address_that_cannot_be_read_is_noticed(world: mpicomm.World) -> None:
-    nodes.require("direct")
-    peers, tensor = cma._Peers(world.comm), torch.ones(1)
-    assert peers.can_read(world.rank, tensor.data_ptr())
-    assert not peers.can_read(world.rank, 8)
-
-
-@pytest.mark.parametrize("takes_turns", [True, False], ids=["at once", "by the worker"])
-def test_unequal_sizes_are_refused_on_all_ranks(make: Make, world: mpicomm.World, takes_turns: bool) -> None:
-    handle = make()
-    tensor = torch.ones(LARGE + world.rank)
-    if world.size == 1:
-        return
-    call = dist.all_reduce if takes_turns else start_and_wait
-    with pytest.raises(RuntimeError, match=f"{4 * LARGE} to {4 * (LARGE + world.size - 1)} bytes"):
-        call(tensor, group=handle)
-    assert bool((tensor == 1).all())
+    """The last rank is on another node than the first one."""
+    if world.size % 2:
+        pytest.skip("requires nodes of equally many ranks")
+    handle, is_odd = make("two nodes"), world.rank == world.size - 1
+    tensor = torch.ones(1000 + (is_odd and difference == "size"))
+    if is_odd and difference == "dtype":
+        tensor = tensor.view(torch.int32)
+    before, op = tensor.clone(), dist.ReduceOp.AVG if is_odd and difference == "op" else dist.ReduceOp.SUM
+    with pytest.raises(RuntimeError, match="4000 to 4004 bytes" if difference == "size" else "got different calls"):
+        call(tensor, op, group=handle)
+    assert torch.equal(tensor, before)
     with pytest.raises(mpicomm.MpicommError, match="cannot be used any more"):
         dist.all_reduce(tensor, group=handle)
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("kind", ["direct", "segment", "two nodes"])
-@pytest.mark.parametrize("difference", ["dtype", "operation", "root"])
-def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.World, kind: str, difference: str) -> None:
-    nodes.require(kind)
-    if kind == "two nodes" and world.size % 4:
-        pytest.skip("requires nodes of equally many ranks")
-    handle, is_odd = make(), world.rank == world.size - 1
-    nodes.lead_by(kind, handle)
-    tensor = torch.ones(1000).view(torch.int32 if is_odd and difference == "dtype" else torch.float32)
-    before = tensor.clone()
-    root = int(is_odd and difference == "root")
-    call = functools.partial(dist.broadcast, group_src=root)
-    if is_odd and difference == "operation":
-        call = functools.partial(all_gather_single, before)
-    with pytest.raises(RuntimeError, match="got different calls"):
-        call(tensor[: 1000 // world.size] if is_odd and difference == "operation" else tensor, group=handle)
-    assert torch.equal(tensor, before)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("part", ["compare", "reduce"])
+@needs_two_nodes
 def test_an_exception_within_an_operation_breaks_the_group(
-    make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    """Other ranks may still write into its tensor, whose memory must be kept."""
-
-    handle = make()
-    dist.all_reduce(torch.ones(LARGE), group=handle)
-    kind = type(path_of(handle)._node)
-    compare = kind.compare
-
-    def interrupted(*arguments: object) -> None:
-        if part == "compare":  # an interrupt is handled when the ranks have met
-            compare(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(kind, part, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        dist.all_reduce(torch.ones(LARGE), group=handle)
-    monkeypatch.undo()
-    with pytest.raises(mpicomm.MpicommError, match="was interrupted by KeyboardInterrupt"):
-        dist.all_reduce(torch.ones(LARGE), group=handle)
-    assert shm_selector._abandoned.pop().numel() == LARGE
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_read_each_others_memory_where_the_kernel_allows_it(make: Make, world: mpicomm.World) -> None:
-    assert cma.is_available(world.comm) == nodes.may_read()
-    handle = make()
-    dist.all_reduce(torch.ones(LARGE), group=handle)
-    assert type(path_of(handle)._node) is (cma.CMACollectives if nodes.may_read() else segment.SegmentCollectives)
-
-
-# -- ranks that cannot access each other's memory ----------------------------------------------------------------------
-
-
-@pytest.mark.mpi(min_size=2)
-def test_where_reading_is_not_allowed_memory_is_shared(
     make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_arguments: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
+    if world.size % 2:
+        pytest.skip("requires nodes of equally many ranks")
 
-    nodes.require("direct")
-    if world.rank == 0:
-        monkeypatch.setattr(cma._Peers, "read", refuse)
-    handle = make()
-    tensor = torch.ones(LARGE)
-    dist.all_reduce(tensor, group=handle)
-    assert bool((tensor == world.size).all())
-    assert isinstance(path_of(handle)._node, segment.SegmentCollectives)
+    def interrupted(_tensor: torch.Tensor) -> bool:
+        raise KeyboardInterrupt
+
+    handle = make("two nodes")
+    dist.all_reduce(torch.ones(1000), group=handle)
+    monkeypatch.setattr(path_of(handle).hierarchical._node, "all_gather", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dist.all_reduce(torch.ones(1000), group=handle)
+    with pytest.raises(mpicomm.MpicommError, match="was interrupted by KeyboardInterrupt"):
+        dist.all_reduce(torch.ones(1000), group=handle)
+
+
+# -- ranks that cannot share memory ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, -1], ids=["creating rank", "opening rank"])
@@ -416,7 +295,7 @@ def test_where_there_is_no_memory_either_mpi_is_enough(
     def refuse(*_arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cma, "is_available", lambda _comm: False)
+    nodes.require("slots")
     failing = rank % world.size
     if world.rank == failing:
         monkeypatch.setattr(segment, "_create" if failing == 0 else "_open", refuse)
@@ -447,19 +326,14 @@ class SplitAlone:
 
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("why", ["unequal nodes", "no memory on one node"])
-def test_nodes_that_cannot_make_two_levels(make: Make, world: mpicomm.World, why: str) -> None:
+def test_nodes_that_cannot_make_two_levels(make: Make, world: mpicomm.World, taken: list[bool], why: str) -> None:
     """All ranks must detect it; otherwise some ranks would wait for the others."""
-
-    def refuse(_comm: Any) -> None:
-        raise segment.NoSharedMemoryError("there is none")
-
-    handle = make()
-    nodes.lead_by("two nodes", handle)
-    taken, path = watch(handle), path_of(handle)
+    handle = make("two nodes")
+    path = path_of(handle)
     if why == "unequal nodes":
         path.split_by_node = lambda comm: comm.Split(comm.rank == 0, comm.rank)
-    elif world.size % 2 == 0:
-        path.connect = refuse if world.rank < 2 else nodes.by_segment
+    elif world.rank < 2:
+        path._connect = lambda _node_comm: None
     node_comm = path.split_by_node(path._comm)
     path.split_by_node = lambda _comm: node_comm
     comm = path._comm
@@ -493,12 +367,13 @@ def test_another_process_of_that_number_is_no_rank(world: mpicomm.World) -> None
 
 def test_nothing_is_left(world: mpicomm.World) -> None:
     """A destroyed group leaves no memory and no descriptors, and never creates files."""
+    nodes.require("slots")
     before = files_in("/dev/shm")
     dist.barrier()
     for _ in range(2):  # in the first iteration, other code may fill its caches
         mapped, opened = shared_mappings(), len(files_in("/proc/self/fd"))
         handle = dist.new_group(list(range(world.size)))
-        nodes.lead_by("segment", handle)
+        nodes.lead_by("slots", handle)
         dist.all_reduce(torch.ones(MIB), group=handle)
         assert shared_mappings() == mapped + (world.size > 1)
         dist.destroy_process_group(handle)
@@ -509,8 +384,9 @@ def test_nothing_is_left(world: mpicomm.World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("kind", ["segment", "two nodes"])
+@pytest.mark.parametrize("kind", nodes.KINDS)
 def test_communicators_are_freed(world: mpicomm.World, kind: str) -> None:
+    nodes.require(kind)
     handle = dist.new_group(list(range(world.size)))
     nodes.lead_by(kind, handle)
     dist.all_reduce(torch.ones(1), group=handle)

@@ -1,4 +1,4 @@
-"""Tensors through slots in the memory of one node, with the C library and without."""
+"""Tensors through slots in the memory of one node."""
 
 from __future__ import annotations
 
@@ -17,31 +17,29 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm import mpi
 from mpicomm.shm import segment, slots
-from mpicomm.shm.interface import OrderedSum
-from mpicomm.shm.slots import NativeSlots, TorchSlots
+from mpicomm.shm.slots import NativeSlots
 from mpicomm.watchdog import flight_recorder
 from tests import nodes
+from tests.ordered_sum import ordered_sum
 from tests.time_limits import wait_until
 from tests.torches import all_gather_single, reduce_scatter_single
 
 KIB = 2**10
 SLOT = 2**19  # bytes
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int8, torch.int64]
-Make = Callable[..., dist.ProcessGroup]
-Slots = NativeSlots | TorchSlots
+Make = Callable[[], dist.ProcessGroup]
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 
 @pytest.fixture
 def make(world: mpicomm.World) -> Iterator[Make]:
-    """Create groups of all ranks, with the C library or without, and destroy them at the end of the test."""
+    """Create groups of all ranks, and destroy them at the end of the test."""
+    nodes.require("slots")
     made: list[dist.ProcessGroup] = []
 
-    def new(kind: str = "slots") -> dist.ProcessGroup:
-        nodes.require(kind)
+    def new() -> dist.ProcessGroup:
         made.append(dist.new_group(list(range(world.size))))
-        selector_of(made[-1])._uses_native = kind == "slots"
         return made[-1]
 
     yield new
@@ -53,14 +51,9 @@ def selector_of(handle: dist.ProcessGroup) -> Any:
     return handle._operations.node  # type: ignore[attr-defined]
 
 
-def both(comm: Any) -> list[Slots]:
-    """Return slots with and without the C library."""
+def slots_of(comm: Any) -> NativeSlots:
     nodes.require("slots")
-
-    def memory() -> torch.Tensor:
-        return segment.make(comm, slots.segment_bytes(comm.size))
-
-    return [NativeSlots(comm, memory(), comm.Iprobe), TorchSlots(comm, memory())]
+    return NativeSlots(comm, segment.make(comm, slots.segment_bytes(comm.size)), comm.Iprobe)
 
 
 def values(size: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -73,42 +66,38 @@ def values(size: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_same_bits_with_and_without_the_library(world: mpicomm.World, dtype: torch.dtype) -> None:
+def test_the_sum_is_made_in_rank_order(world: mpicomm.World, dtype: torch.dtype) -> None:
     size, rank = world.size, world.rank
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
-    ways = both(world.comm)
+    way = slots_of(world.comm)
     for count in (1, 15, 1024, 1025, 5000, SLOT // dtype.itemsize // size):
         for divisor in (1, size) if dtype.is_floating_point or dtype.is_complex else (1,):
-            whole, how = values(size, size * count, dtype), OrderedSum(wide, divisor)
-            expected = torch.empty_like(whole[0])
-            how.write(list(whole), expected)
-            for way in ways:
-                tensor = whole[rank].clone()
-                assert way.reduce(tensor, how)
-                assert torch.equal(tensor, expected)
-                tensor = whole[rank].clone()
-                assert way.reduce(tensor, how, size - 1)
-                assert torch.equal(tensor, expected if rank == size - 1 else whole[rank])
-                out = torch.empty(count, dtype=dtype)
-                assert way.reduce_scatter(whole[rank].clone(), out, how)
-                assert torch.equal(out, expected.view(size, count)[rank])
+            whole = values(size, size * count, dtype)
+            expected = ordered_sum(list(whole), divisor)
+            tensor = whole[rank].clone()
+            assert way.reduce(tensor, divisor=divisor)
+            assert torch.equal(tensor, expected)
+            tensor = whole[rank].clone()
+            assert way.reduce(tensor, size - 1, divisor=divisor)
+            assert torch.equal(tensor, expected if rank == size - 1 else whole[rank])
+            out = torch.empty(count, dtype=dtype)
+            assert way.reduce_scatter(whole[rank].clone(), out, divisor=divisor)
+            assert torch.equal(out, expected.view(size, count)[rank])
 
 
 @pytest.mark.parametrize("nbytes", [8, SLOT - 8, SLOT, SLOT + 8, 3 * SLOT + 40])
 @pytest.mark.parametrize("is_split", [True, False], ids=["in parts", "whole"])
 def test_tensors_of_several_slots(world: mpicomm.World, nbytes: int, is_split: bool) -> None:
-    way = both(world.comm)[0]
-    assert isinstance(way, NativeSlots)
+    way = slots_of(world.comm)
     way._state.split_bytes = 0 if is_split else 2**62
     size, rank, count = world.size, world.rank, nbytes // 4
-    whole, how = values(size, size * count, torch.float32), OrderedSum()
+    whole = values(size, size * count, torch.float32)
     total = functools.reduce(torch.add, whole)
     for root in (None, 0, size - 1):
         tensor = whole[rank, :count].clone()
-        assert way.reduce(tensor, how, root)
+        assert way.reduce(tensor, root)
         assert torch.equal(tensor, total[:count] if root in (None, rank) else whole[rank, :count])
     out = torch.empty(count)
-    assert way.reduce_scatter(whole[rank], out, how)
+    assert way.reduce_scatter(whole[rank], out)
     assert torch.equal(out, total.view(size, count)[rank])
     gathered = torch.full((size, count), -1.0)
     gathered[rank] = whole[rank, :count]
@@ -124,8 +113,7 @@ def test_tensors_of_several_slots(world: mpicomm.World, nbytes: int, is_split: b
 
 @pytest.mark.parametrize("nbytes", [8, SLOT // 4, SLOT, SLOT + 8])
 def test_blocks_and_lists_of_several_slots(world: mpicomm.World, nbytes: int) -> None:
-    way = both(world.comm)[0]
-    assert isinstance(way, NativeSlots)
+    way = slots_of(world.comm)
     size, rank, count = world.size, world.rank, nbytes // 4
     whole = values(size, size * count, torch.float32).view(size, size, count)
     out = torch.empty(size, count)
@@ -146,8 +134,7 @@ def test_blocks_and_lists_of_several_slots(world: mpicomm.World, nbytes: int) ->
 
 @pytest.mark.parametrize("counts", [(3, 1), (1, 200_000), (200_000, 80_001), (8192, 150_001)])
 def test_blocks_of_different_sizes(world: mpicomm.World, counts: tuple[int, int]) -> None:
-    way = both(world.comm)[0]
-    assert isinstance(way, NativeSlots)
+    way = slots_of(world.comm)
     size, rank = world.size, world.rank
     lengths = [counts[each % 2] + each for each in range(size)]
     blocks = [torch.arange(float(length)) + each for each, length in enumerate(lengths)]
@@ -197,10 +184,9 @@ def test_a_list_of_wrong_sizes_is_refused(make: Make, world: mpicomm.World, oper
         call(torch.zeros(5), tensors, group=handle)
 
 
-@pytest.mark.parametrize("kind", ["slots", "torch slots"])
-def test_operations_of_ranks_at_different_speeds(make: Make, world: mpicomm.World, kind: str) -> None:
+def test_operations_of_ranks_at_different_speeds(make: Make, world: mpicomm.World) -> None:
     """A rank may be an operation ahead of another rank, which still reads the slots of the previous one."""
-    handle, size, rank = make(kind), world.size, world.rank
+    handle, size, rank = make(), world.size, world.rank
     generator = torch.manual_seed(rank)
     for turn in range(60):
         if torch.rand(1, generator=generator) < 0.2:
@@ -221,17 +207,15 @@ def test_operations_of_ranks_at_different_speeds(make: Make, world: mpicomm.Worl
         assert bool((tensor == (size if rank == 0 else 1)).all())
 
 
-@pytest.mark.parametrize("kind", ["slots", "torch slots"])
-def test_infinite_complex_numbers(make: Make, world: mpicomm.World, kind: str) -> None:
-    handle, tensor = make(kind), torch.full((4 * KIB,), complex(math.inf, 1.0))
-    nodes.lead_by(kind, handle)
+def test_infinite_complex_numbers(make: Make, world: mpicomm.World) -> None:
+    handle, tensor = make(), torch.full((4 * KIB,), complex(math.inf, 1.0))
+    nodes.lead_by("slots", handle)
     handle.allreduce([tensor]).wait()  # dist.all_reduce passes a view of real numbers
     assert torch.equal(tensor, torch.full_like(tensor, complex(math.inf, world.size)))
 
 
-@pytest.mark.parametrize("kind", ["slots", "torch slots"])
-def test_autograd_detects_an_overwritten_tensor(make: Make, kind: str) -> None:
-    handle, weight = make(kind), torch.ones(64 * KIB, requires_grad=True)
+def test_autograd_detects_an_overwritten_tensor(make: Make) -> None:
+    handle, weight = make(), torch.ones(64 * KIB, requires_grad=True)
     tensor = torch.ones(64 * KIB)
     loss = (tensor * weight).sum()
     dist.all_reduce(tensor, group=handle)
@@ -246,73 +230,51 @@ def test_autograd_detects_an_overwritten_tensor(make: Make, kind: str) -> None:
 # -- conditions --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["slots", "torch slots"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["at once", "queued"])
 def test_which_tensors_take_slots(
-    make: Make, monkeypatch: pytest.MonkeyPatch, world: mpicomm.World, kind: str, is_async: bool
+    make: Make, monkeypatch: pytest.MonkeyPatch, world: mpicomm.World, is_async: bool
 ) -> None:
     taken: list[int] = []
-    for each in (NativeSlots, TorchSlots):
-        reduce = each.reduce
+    reduce = NativeSlots.reduce
 
-        def noted(self: Any, tensor: torch.Tensor, *arguments: Any, reduce: Any = reduce) -> bool:
-            taken.append(tensor.nbytes)
-            return reduce(self, tensor, *arguments)
+    def noted(self: NativeSlots, tensor: torch.Tensor, *arguments: Any, **options: Any) -> bool:
+        taken.append(tensor.nbytes)
+        return reduce(self, tensor, *arguments, **options)
 
-        monkeypatch.setattr(each, "reduce", noted)
-    handle = make(kind)
-    sizes = [KIB, 4 * KIB, 64 * KIB, 128 * KIB, 512 * KIB, 1024 * KIB]
-    for nbytes in sizes:
-        tensor = torch.ones(nbytes // 4)
-        work = dist.all_reduce(tensor, group=handle, async_op=is_async)
-        if is_async:
-            work.wait()  # type: ignore[union-attr]
-        assert bool((tensor == world.size).all())
-    if kind == "slots":
-        assert taken == sizes[1:]
-    else:
-        assert taken == (sizes[3:5] if world.size == 2 else sizes[1:5])
-    assert type(selector_of(handle)._slots) is (NativeSlots if kind == "slots" else TorchSlots)
+    monkeypatch.setattr(NativeSlots, "reduce", noted)
+    handle = make()
+    sizes = [KIB, 4 * KIB, 64 * KIB, 1024 * KIB]
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        for nbytes in sizes:
+            tensor = torch.ones(nbytes // 4)
+            work = dist.all_reduce(tensor, op, group=handle, async_op=is_async)
+            if is_async:
+                work.wait()  # type: ignore[union-attr]
+            assert bool((tensor == (world.size if op == dist.ReduceOp.SUM else 1)).all())
+    assert taken == sizes[1:]
 
 
-def test_the_setting_of_one_rank_counts_for_all(
-    make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if world.rank == world.size - 1:
-        monkeypatch.setenv("MPICOMM_NATIVE", "0")
-    handle = dist.new_group(list(range(world.size)))
-    dist.all_reduce(torch.ones(KIB), group=handle)
-    assert isinstance(selector_of(handle)._slots, TorchSlots)
-    dist.destroy_process_group(handle)
-
-
-@pytest.mark.parametrize("way", [0, 1], ids=["library", "torch"])
-def test_memory_that_one_rank_cannot_offer(world: mpicomm.World, way: int) -> None:
+def test_memory_that_one_rank_cannot_offer(world: mpicomm.World) -> None:
     """For example, the memory of a GPU: all ranks leave the operation to MPI."""
-    run, how = both(world.comm)[way], OrderedSum()
-    tensor = torch.ones(KIB)
-    given = torch.ones(KIB, device="meta") if world.rank == 0 else tensor
-    assert not run.reduce(given, how)
+    way, tensor = slots_of(world.comm), torch.ones(KIB)
+    assert not way.reduce(torch.ones(KIB, device="meta") if world.rank == 0 else tensor)
     assert bool((tensor == 1).all())
-    assert run.reduce(tensor, how)
+    assert way.reduce(tensor)
     assert bool((tensor == world.size).all())
 
 
-@pytest.mark.parametrize("way", [0, 1], ids=["library", "torch"])
-def test_tensors_of_one_call_on_different_devices(world: mpicomm.World, way: int) -> None:
-    run, how = both(world.comm)[way], OrderedSum()
+def test_tensors_of_one_call_on_different_devices(world: mpicomm.World) -> None:
+    way = slots_of(world.comm)
     tensor, block = torch.ones(KIB * world.size), torch.ones(KIB)
-    given = torch.ones(KIB, device="meta") if world.rank == 0 else block
-    assert not run.reduce_scatter(tensor, given, how)
-    if isinstance(run, NativeSlots):
-        assert not run.all_gather(tensor, given)
+    passed = torch.ones(KIB, device="meta") if world.rank == 0 else block
+    assert not way.reduce_scatter(tensor, passed)
+    assert not way.all_gather(tensor, passed)
     assert bool((tensor == 1).all())
 
 
-@pytest.mark.parametrize("kind", ["slots", "torch slots"])
 @pytest.mark.parametrize("difference", ["size", "dtype", "operation"])
-def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.World, kind: str, difference: str) -> None:
-    handle = make(kind)
+def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.World, difference: str) -> None:
+    handle = make()
     is_odd = world.rank == world.size - 1
     count = 64 * KIB
     tensor = torch.ones(count + (is_odd and difference == "size"))
@@ -331,7 +293,7 @@ def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.Wor
 def test_different_dtypes_of_one_size_are_refused_on_all_ranks(
     make: Make, world: mpicomm.World, operation: str
 ) -> None:
-    handle = make("slots")
+    handle = make()
     tensor = torch.ones(world.size * KIB)
     if world.rank == world.size - 1:
         tensor = tensor.view(torch.int32)

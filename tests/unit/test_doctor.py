@@ -20,6 +20,7 @@ from mpicomm.doctor import (
     links,
     memory_check,
     network_check,
+    process_memory,
     processor_check,
     software_check,
 )
@@ -34,7 +35,6 @@ from mpicomm.doctor.network_check import NetworkFacts
 from mpicomm.doctor.processor_check import ProcessorFacts
 from mpicomm.doctor.software_check import SoftwareFacts
 from mpicomm.launch.mpi_library import Library
-from mpicomm.shm import process_memory
 
 OPEN_MPI = Library("Open MPI", "5.0.11", "/opt/ompi/lib/libmpi.so.40", "/opt/ompi/bin/mpiexec")
 MPICH = Library("MPICH", "5.0.2", "/opt/mpich/lib/libmpi.so.12", description="configure: --with-device=ch4")

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpicomm.backend.dtypes import NARROW_FLOATS
 from mpicomm.shm import native, slots
-from mpicomm.shm.interface import OrderedSum
 from mpicomm.shm.slots import NativeSlots
+from tests.ordered_sum import ordered_sum
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the C library was not built")
 
@@ -30,21 +29,12 @@ DTYPES = list(native.KINDS)
 FLOATS = [dtype for dtype in DTYPES if dtype.is_floating_point or dtype.is_complex]
 
 
-def how(dtype: torch.dtype, divisor: int) -> OrderedSum:
-    return OrderedSum(torch.float32 if dtype in NARROW_FLOATS else None, divisor)
-
-
 def by_library(terms: list[torch.Tensor], out: torch.Tensor, divisor: int) -> torch.Tensor:
     kind, numbers = native.KINDS[terms[0].dtype]
     addresses = (ctypes.c_void_p * len(terms))(*[term.data_ptr() for term in terms])
     is_wide = out.dtype != terms[0].dtype
     library = native.library()
     library.mpicomm_sum(kind, addresses, len(terms), out.data_ptr(), is_wide, numbers * terms[0].numel(), divisor)
-    return out
-
-
-def by_torch(terms: list[torch.Tensor], out: torch.Tensor, divisor: int) -> torch.Tensor:
-    how(terms[0].dtype, divisor).write(terms, out)
     return out
 
 
@@ -58,7 +48,7 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def compare(terms: list[torch.Tensor], divisor: int) -> None:
-    expected = by_torch(terms, torch.empty_like(terms[0]), divisor)
+    expected = ordered_sum(terms, divisor)
     assert_same_bits(by_library(terms, torch.empty_like(terms[0]), divisor), expected)
 
 
@@ -109,13 +99,13 @@ def test_every_narrow_number_and_every_tie(dtype: torch.dtype) -> None:
 def test_a_wide_output(dtype: torch.dtype) -> None:
     terms = list(torch.randn(3, BLOCK + 5, generator=torch.manual_seed(1)).to(dtype))
     out = torch.empty(BLOCK + 5)
-    assert_same_bits(by_library(terms, out, 1), by_torch(terms, torch.empty_like(out), 1))
+    assert_same_bits(by_library(terms, out, 1), ordered_sum(terms, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_the_output_may_be_a_term(place: int) -> None:
     terms = list(torch.randn(3, 2 * BLOCK + 3, generator=torch.manual_seed(1)))
-    expected = by_torch(terms, torch.empty_like(terms[0]), 1)
+    expected = ordered_sum(terms)
     assert_same_bits(by_library(terms, terms[place], 1), expected)
 
 

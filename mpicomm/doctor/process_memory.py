@@ -1,4 +1,4 @@
-"""The system calls of cross-memory attach (CMA), which copy between the memory of two processes.
+"""Cross-memory attach (CMA), by which MPI copies large messages between the memory of two processes.
 
 Run as a program, it reads a word in the memory of its parent, and exits with the error number: the kernel permits that
 between processes like ranks, of which none is an ancestor of the other, only if it permits CMA at all.
@@ -16,25 +16,14 @@ class Vector(ctypes.Structure):
     _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def system_calls() -> ctypes.CDLL:
-    """Return the C library, with the types of process_vm_readv and process_vm_writev.
-
-    Raises:
-        AttributeError: If it does not have them.
-    """
-    library = ctypes.CDLL(None, use_errno=True)
-    vectors = (ctypes.POINTER(Vector), ctypes.c_ulong)
-    for call in (library.process_vm_readv, library.process_vm_writev):
-        call.argtypes = (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong)
-        call.restype = ctypes.c_ssize_t
-    return library
-
-
 def read_error(pid: int, address: int, length: int) -> int:
     """Return the error number of reading another process's memory; 0 if it can be read."""
     output = ctypes.create_string_buffer(length)
     local, remote = Vector(ctypes.addressof(output), length), Vector(address, length)
-    done = system_calls().process_vm_readv(pid, local, 1, remote, 1, 0)
+    read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    vectors = (ctypes.POINTER(Vector), ctypes.c_ulong)
+    read.argtypes, read.restype = (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong), ctypes.c_ssize_t
+    done = read(pid, local, 1, remote, 1, 0)
     return 0 if done == length else ctypes.get_errno()
 
 
