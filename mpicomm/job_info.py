@@ -179,8 +179,8 @@ def _shared_memory(settings: Settings) -> str:
     if not settings.shares_memory:
         return "not in use (MPICOMM_SHARED_MEMORY=0)"
     if not settings.uses_native:
-        return "torch (MPICOMM_NATIVE=0)"
-    return "torch (the C library was not built)" if native.library() is None else "C library"
+        return "not in use (MPICOMM_NATIVE=0)"
+    return "not in use (the C library was not built)" if native.library() is None else "C library"
 
 
 def _variables_of_torch(*names: str) -> dict[str, str]:

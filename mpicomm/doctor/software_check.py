@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
 
-from mpicomm import host_info, mpi
+from mpicomm import host_info, mpi, shm
 from mpicomm.doctor.findings import Finding, from_error, ok, problem, warning
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch.mpi_library import Library
@@ -103,13 +103,7 @@ def check(facts: SoftwareFacts) -> list[Finding]:
     if facts.settings_error:
         found.append(from_error("MPICOMM_*", facts.settings_error))
     if not facts.native:
-        found.append(
-            warning(
-                "C library",
-                "the C library of mpicomm was not built: reductions in shared memory are slower",
-                "Install a C compiler, then reinstall mpicomm: pip install --force-reinstall --no-deps mpicomm.",
-            )
-        )
+        found.append(warning("C library", shm.MISSING_LIBRARY, shm.LIBRARY_REMEDY))
     return found
 
 

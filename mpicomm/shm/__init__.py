@@ -1,1 +1,7 @@
-"""Collective operations of ranks that share a node's memory."""
+"""Shared memory of the ranks of one node, and the C library."""
+
+MISSING_LIBRARY = (
+    "the C library of mpicomm was not built: tensors of ranks on one node use MPI instead of shared memory, "
+    "which is slower"
+)
+LIBRARY_REMEDY = "Install a C compiler, then reinstall mpicomm: pip install --force-reinstall --no-deps mpicomm."

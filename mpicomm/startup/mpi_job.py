@@ -12,18 +12,19 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
-from mpicomm import agreement, mpi
+from mpicomm import agreement, mpi, shm
 from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
 from mpicomm.launch import allocation, detect, scheduler_query
 from mpicomm.launch.allocation import Allocation
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import SPARES, Settings
+from mpicomm.shm import native
 from mpicomm.startup import backend_choice, devices, notice, other_group, rendezvous, topology, unused_hosts
 from mpicomm.startup.start_request import JoinedJob, StartRequest, this_command
 from mpicomm.startup.startup_barrier import Notice, startup_barrier
@@ -55,6 +56,9 @@ class _Facts:
     why_cpu: str | None
     """Why this rank cannot use the GPUs that it was assigned, or None."""
 
+    lacks_library: bool
+    """Whether shared memory is enabled, but the C library that it requires was not built."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
@@ -82,8 +86,8 @@ class _Plan:
     started: str
     """The time of the start."""
 
-    warning: str | None
-    """A warning for rank 0 to print, or None."""
+    warnings: list[str]
+    """Warnings for rank 0 to print."""
 
 
 def initialize(request: StartRequest, launch: Launch, hang_seconds: float) -> Intracomm:
@@ -131,8 +135,8 @@ def join(
     spares = settings.num_spares if request.recovers else 0
     if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):
         warnings.warn(warning, stacklevel=3)
-    if plan.warning and comm.rank == 0:
-        warnings.warn(plan.warning, stacklevel=3)
+    for warning in plan.warnings if comm.rank == 0 else ():
+        warnings.warn(warning, stacklevel=3)
     # 3. select the device and open the store
     device = devices.select(plan.gpus[comm.rank])
     return _open(comm, comm.size - spares, plan, device, listeners, request.limit)
@@ -221,7 +225,8 @@ def _agree(
         gpus = devices.usable_gpus(request.device)
         assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
         why_cpu = devices.why_unusable(assigned)
-        return _Facts(socket.gethostname(), node, same, gpus, dist.is_nccl_available(), why_cpu)
+        lacks_library = settings.shares_memory and settings.uses_native and native.library() is None
+        return _Facts(socket.gethostname(), node, same, gpus, dist.is_nccl_available(), why_cpu, lacks_library)
 
     def decide(facts: list[_Facts]) -> _Plan:
         _check_same([each.settings for each in facts])
@@ -235,10 +240,20 @@ def _agree(
         environ = rendezvous.environ_of_user(os.environ)
         listeners.extend(rendezvous.listen(topology.from_nodes(0, nodes, hosts), environ, settings.interface))
         indices = [None if uuid is None else each.gpus[uuid] for each, uuid in zip(facts, uuids, strict=True)]
-        warning = next((f"rank {rank}: {each.why_cpu}" for rank, each in enumerate(facts) if each.why_cpu), None)
-        return _plan(hosts, nodes, indices, backend, listeners, warning)
+        return _plan(hosts, nodes, indices, backend, listeners, _warnings(facts))
 
     return agreement.decide_on_rank_0(comm, collect, decide)
+
+
+def _warnings(facts: list[_Facts]) -> list[str]:
+    """Return what rank 0 warns of: each cause once, with the lowest rank that has it."""
+    found = [f"rank {rank}: {each.why_cpu}" for rank, each in enumerate(facts) if each.why_cpu][:1]
+    if len(facts) > 1 and (ranks := [rank for rank, each in enumerate(facts) if each.lacks_library]):
+        found.append(
+            f"rank {ranks[0]}: {shm.MISSING_LIBRARY}.\n"
+            f"{shm.LIBRARY_REMEDY} To disable shared memory and this warning, set MPICOMM_NATIVE=0."
+        )
+    return found
 
 
 def _plan(
@@ -247,7 +262,7 @@ def _plan(
     gpus: list[int | None],
     backend: str | None,
     listeners: list[socket.socket],
-    warning: str | None = None,
+    warnings_of_ranks: Sequence[str] = (),
 ) -> _Plan:
     return _Plan(
         hosts,
@@ -258,7 +273,7 @@ def _plan(
         store_token=secrets.token_bytes(),
         channel_token=secrets.token_bytes(),
         started=time.strftime("%Y%m%d-%H%M%S"),
-        warning=warning,
+        warnings=list(warnings_of_ranks),
     )
 
 

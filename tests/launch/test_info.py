@@ -36,7 +36,9 @@ def test_every_rank_is_shown() -> None:
     assert software["Python"] == ".".join(map(str, sys.version_info[:3]))
     assert software["backend"] == "mpi"
     assert software["MPI"].partition(" ")[0] in {"Open", "MPICH"}
-    assert software["shared memory"] == ("C library" if nodes.has_library() else "torch (the C library was not built)")
+    assert software["shared memory"] == (
+        "C library" if nodes.has_library() else "not in use (the C library was not built)"
+    )
 
 
 def test_the_same_as_json() -> None:
@@ -110,7 +112,7 @@ def test_software_that_differs_is_shown_with_its_ranks() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (Settings(native="0"), "torch (MPICOMM_NATIVE=0)"),
+        (Settings(native="0"), "not in use (MPICOMM_NATIVE=0)"),
         (Settings(shared_memory="0"), "not in use (MPICOMM_SHARED_MEMORY=0)"),
     ],
 )

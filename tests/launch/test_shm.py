@@ -58,6 +58,33 @@ def test_a_dev_shm_of_64_mb_is_enough() -> None:
     assert outcome.status == 0, outcome
 
 
+MISSING = """
+import os
+from mpicomm.shm import native
+
+if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")) == "1":
+    native.library = lambda: None
+import torch
+import torch.distributed as dist
+import mpicomm
+
+world = mpicomm.bootstrap("mpi")
+tensor = torch.ones(2**14)
+dist.all_reduce(tensor)
+assert bool((tensor == world.size).all())
+assert dist.group.WORLD._operations.node._slots is None
+"""
+
+
+@pytest.mark.skipif(not nodes.has_library(), reason="the C library was not built")
+def test_a_library_that_is_missing_on_one_rank() -> None:
+    outcome = run_ranks(2, ["-c", MISSING])
+    assert outcome.status == 0, outcome
+    assert outcome.stderr.count("rank 1: the C library of mpicomm was not built") == 1, outcome
+    assert outcome.stderr.count("Install a C compiler") == 1, outcome
+    assert "the C library" not in run_ranks(2, ["-c", MISSING], env={"MPICOMM_NATIVE": "0"}).stderr
+
+
 PROGRESS = """
 import time
 import torch

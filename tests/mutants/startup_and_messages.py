@@ -151,7 +151,7 @@ MUTANTS = [
     Mutant(
         "agreement.minimum",
         old="comm.Allreduce(mpi.api().IN_PLACE, least, mpi.api().MIN)",
-        fault="Each rank uses cross-memory attach if it can itself, although the other ranks cannot.",
+        fault="Each rank uses shared memory if it can itself, although the other ranks cannot.",
         tests="tests/unit/test_agreement.py -k condition_is_true",
     ),
     Mutant(
@@ -160,6 +160,13 @@ MUTANTS = [
         new="1",
         fault="Of the arguments that must be equal on all ranks only the first one is compared.",
         tests="tests/unit/test_agreement.py -k values_are_equal",
+    ),
+    Mutant(
+        "mpi_job._warnings",
+        old="[rank for rank, each in enumerate(facts) if each.lacks_library]",
+        new="[rank for rank, each in enumerate(facts) if each.lacks_library and not rank]",
+        fault="bootstrap() does not warn of a library that is missing on another rank than rank 0.",
+        tests="tests/launch/test_shm.py -k missing_on_one_rank",
     ),
     # -- the wire format ------------------------------------------------------------------------------------
     Mutant(
