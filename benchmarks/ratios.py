@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -102,7 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 [_result([*command, "--rounds", str(options.rounds)]) for _ in range(options.jobs)]
             ),
             with_deepspeed=importlib.util.find_spec("deepspeed") is not None,
-            is_native=os.environ.get("MPICOMM_NATIVE") != "0",
         )
         if options.json is not None:
             _write(found, options.json)
@@ -113,21 +111,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(each.is_met for each in found) else _NOT_MET
 
 
-def measure(
-    run: Callable[[Sequence[str]], Mapping[str, Any]], *, with_deepspeed: bool = False, is_native: bool = True
-) -> list[Ratio]:
+def measure(run: Callable[[Sequence[str]], Mapping[str, Any]], *, with_deepspeed: bool = False) -> list[Ratio]:
     """Run all measurements, one command after the other, and return the ratios.
 
     Args:
         run: Runs `mpicomm` with these arguments, and returns the contents of its --json file.
         with_deepspeed: Whether DeepSpeed's all_reduce can be measured.
-        is_native: Whether the reductions run in the C library; their targets are higher then.
     """
     commands = {**COMMANDS, **(WITH_DEEPSPEED if with_deepspeed else {})}
     results = {name: run(command) for name, command in commands.items()}
     return [
         *_of_small_operations(results),
-        *_of_large_operations(results, is_native=is_native),
+        *_of_large_operations(results),
         *_of_all_reduce(results),
         *_of_inference(results),
         *_of_training(results),
@@ -177,7 +172,7 @@ def _of_small_operations(results: Results) -> list[Ratio]:
     ]
 
 
-def _of_large_operations(results: Results, *, is_native: bool) -> list[Ratio]:
+def _of_large_operations(results: Results) -> list[Ratio]:
     us = _microseconds(results["large"]["rows"])
 
     def speeds(nbytes: int, *names: str) -> Iterable[tuple[float, str]]:
@@ -193,11 +188,11 @@ def _of_large_operations(results: Results, *, is_native: bool) -> list[Ratio]:
         _most("64 KiB, the worst operation: mpicomm / mpi4py", slowdowns, 1.5),
         _least(f"1 MiB, broadcast, reduce and all_gather, the worst: {speed}",
             speeds(2**20, "broadcast", "reduce", "all_gather"), 0.9),
-        _least(f"1 MiB, all_reduce: {speed}", speeds(2**20, "all_reduce"), 1.1 if is_native else 0.85),
-        _least(f"1 MiB, reduce_scatter: {speed}", speeds(2**20, "reduce_scatter"), 1.3 if is_native else 1.1),
+        _least(f"1 MiB, all_reduce: {speed}", speeds(2**20, "all_reduce"), 1.1),
+        _least(f"1 MiB, reduce_scatter: {speed}", speeds(2**20, "reduce_scatter"), 1.3),
         _least(f"16 MiB, the worst operation: {speed}", speeds(2**24, *_EVERY), 0.97),
-        _least(f"16 MiB, the worst reduction: {speed}", speeds(2**24, *_REDUCTIONS), 1.4 if is_native else 1.2),
-        _least(f"64 MiB, the worst reduction: {speed}", speeds(2**26, *_REDUCTIONS), 2.5 if is_native else 2),
+        _least(f"16 MiB, the worst reduction: {speed}", speeds(2**24, *_REDUCTIONS), 1.4),
+        _least(f"64 MiB, the worst reduction: {speed}", speeds(2**26, *_REDUCTIONS), 2.5),
     ]  # fmt: skip
 
 

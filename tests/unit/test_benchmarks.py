@@ -347,11 +347,8 @@ def test_the_ratios_are_of_figures_measured_side_by_side() -> None:
     assert found["64 KiB, the worst operation: mpicomm / mpi4py"].where == "broadcast, in place"
 
 
-def test_without_the_c_library_and_deepspeed_there_are_other_targets() -> None:
-    found = found_in(measured(), is_native=False)
-    targets = {what: each.target for what, each in found.items() if each.what.endswith("mpi4py / mpicomm")}
-    assert list(targets.values()) == [0.9, 0.85, 1.1, 0.97, 1.2, 2.0]
-    assert not any("DeepSpeed" in what for what in found)
+def test_without_deepspeed_it_has_no_target() -> None:
+    assert not any("DeepSpeed" in name for name in found_in(measured()))
 
 
 def test_the_delay_by_a_loop_is_that_of_the_median_round(monkeypatch: pytest.MonkeyPatch) -> None:
