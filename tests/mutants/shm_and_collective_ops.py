@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "HierarchicalAllReduce.run",
         old="if not are_on_host:",
-        new="if not dense.is_cpu:",
-        fault="Some ranks use the slots of their node although a rank has reported that its tensor is not on the host.",
+        new="if False:",
+        fault="The ranks reduce through slots although one of them has reported that its tensor is not on the host.",
         tests="tests/mpi/test_shm.py -k test_memory_that_one_rank_cannot_offer",
         ranks=4,
     ),
