@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import re
@@ -38,6 +39,8 @@ PROGRAMS = {
 
 _KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "MPI4PY_MPIABI", "SLURM_CONF")
 _MARK = "TESTS_JOB"  # every process of a job inherits this variable, which identifies it
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None)
 _TERM_SECONDS = 3.0  # after SIGTERM, for the launcher to end its ranks; scaled
 GONE_SECONDS = 3.0
 """The time for which processes of a job may outlive the launcher; scaled."""
@@ -104,6 +107,7 @@ class Job:
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509  a system call only
         )
 
     @property
@@ -170,7 +174,7 @@ class Job:
         """Return the command lines of the processes that are still running after `seconds`, which are scaled."""
         with contextlib.suppress(TimeoutError):
             time_limits.wait_until(lambda: not _marked(self._mark), "the processes of the job have ended", seconds)
-        return [f"{pid}: {_read(pid, 'cmdline')}" for pid in _marked(self._mark)]
+        return [f"{pid}: {read_process(pid, 'cmdline')}" for pid in _marked(self._mark)]
 
 
 @contextlib.contextmanager
@@ -256,6 +260,11 @@ def almost_empty_environment() -> dict[str, str]:
     return {**kept, **_OPEN_MPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **_MPICOMM, **time_limits.for_jobs()}
 
 
+def _end_with_parent() -> None:
+    """Let the kernel send SIGTERM to the command when pytest is killed: launchers then end their ranks."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
 def _own_mpiexec() -> str:
     beside = Path(sys.executable).parent / "mpiexec"  # installed by a wheel
     return str(beside) if beside.exists() else mpi.library().mpiexec
@@ -272,10 +281,10 @@ def _wait(process: subprocess.Popen[bytes], timeout: float) -> bool:
 def _marked(mark: str) -> list[int]:
     """Return the running processes that have the mark in their environment; the environment of a zombie is empty."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [pid for pid in pids if mark in _read(pid, "environ")]
+    return [pid for pid in pids if mark in read_process(pid, "environ")]
 
 
-def _read(pid: int, name: str) -> str:
+def read_process(pid: int, name: str) -> str:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:  # the process has ended, or belongs to another user
