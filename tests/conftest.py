@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.launch import detect
+from mpicomm.testing import pytest_plugin
 from tests.time_limits import scaled
 
 pytest_plugins = ["tests.worlds", "tests.scenarios", "tests.quarantine"]
@@ -32,19 +32,13 @@ ENDING_SECONDS = 3.0  # scaled
 WITHOUT_RANKS = ("cluster", "conformance", "docs", "examples", "integrations", "launch", "recovery", "unit")
 """Folders whose tests run in one process; some of them start jobs."""
 
-LAUNCH = detect.detect(os.environ)
-
-
-def _is_under_mpi(config: pytest.Config) -> bool:
-    return bool(LAUNCH.claims) and config.getoption("--with-mpi")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     with contextlib.suppress(ImportError):  # torch.compile uses it if it is installed, as Lightning requires
         import tqdm
 
         tqdm.tqdm.monitor_interval = 0  # its thread would remain
-    if not _is_under_mpi(config):
+    if not pytest_plugin.runs_on_ranks(config):
         with contextlib.suppress(ImportError):  # tests of other versions do not install it
             import hypothesis
 
@@ -63,13 +57,13 @@ def _folder_of(path: Path) -> str:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import, under mpirun, the folders without tests for ranks: that takes half of the time of collection."""
     is_left_out = collection_path.parent == Path(__file__).parent and collection_path.name in WITHOUT_RANKS
-    return True if is_left_out and _is_under_mpi(config) else None
+    return True if is_left_out and pytest_plugin.runs_on_ranks(config) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect, under mpirun, the tests that run once in one process."""
     with_mark = [item for item in items if item.get_closest_marker("mpi")]
-    if not _is_under_mpi(config):
+    if not pytest_plugin.runs_on_ranks(config):
         if unseen := [item.nodeid for item in with_mark if _folder_of(item.path) in WITHOUT_RANKS]:
             raise pytest.UsageError(f"mpirun does not collect {unseen}. Move them out of the folders {WITHOUT_RANKS}.")
         return

@@ -34,7 +34,7 @@ _WAIT_SECONDS = 10.0  # that a failed rank waits for the others: they may still 
 _PAUSE_SECONDS = 0.001  # between two polls, which would otherwise take the cores from the other ranks
 _PRINTING_SECONDS = 0.2  # launchers forward output by pipes; output in flight at the abort may be lost
 _PASSED_HERE = "passed here, but failed"
-PASSED, SKIPPED, FAILED = range(3)
+_PASSED, _SKIPPED, _FAILED = range(3)
 
 _launch = detect.detect(os.environ)
 
@@ -45,6 +45,11 @@ if _is_in_job:
     sys.__stderr__ = os.fdopen(os.dup(2), "w")  # type: ignore[misc]
 
 
+def runs_on_ranks(config: pytest.Config) -> bool:
+    """Return whether this session is one of `mpirun -n N pytest --with-mpi`."""
+    return _is_in_job and bool(config.getoption("--with-mpi", False))
+
+
 @pytest.hookimpl(trylast=True)  # after the terminal reporter is registered
 def pytest_configure(config: pytest.Config) -> None:
     """Initialise MPI (collective), and register the plugins of a rank.
@@ -52,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Raises:
         pytest.UsageError: If MPI cannot be initialised.
     """
-    if not _is_in_job or not config.getoption("--with-mpi", False):
+    if not runs_on_ranks(config):
         return
     from mpicomm import mpi
 
@@ -76,10 +81,10 @@ class RanksInStep:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Check that the collection succeeded on all ranks, with the same tests in the same order (collective)."""
         tests = zlib.crc32("\n".join(item.nodeid for item in session.items).encode())
-        outcome = FAILED if session.testsfailed else PASSED
+        outcome = _FAILED if session.testsfailed else _PASSED
         outcomes, of_ranks = self._exchange(outcome, tests, "the collection", None)
-        if FAILED in outcomes:
-            pytest.exit(f"the collection failed on ranks {_ranks_with(FAILED, outcomes)}", returncode=2)
+        if _FAILED in outcomes:
+            pytest.exit(f"the collection failed on ranks {_ranks_with(_FAILED, outcomes)}", returncode=2)
         if len(set(of_ranks)) > 1:
             pytest.exit(
                 "the ranks have collected different tests.\nCollect the same tests in the same order on all ranks.",
@@ -110,17 +115,17 @@ class RanksInStep:
             result = yield
         except BaseException as caught:  # noqa: BLE001  pytest's own outcomes are not Exceptions
             error = caught
-        outcome = PASSED if error is None else SKIPPED if isinstance(error, pytest.skip.Exception) else FAILED
+        outcome = _PASSED if error is None else _SKIPPED if isinstance(error, pytest.skip.Exception) else _FAILED
         test = f"the {phase} of {item.nodeid}"
         outcomes, tests = self._exchange(outcome, zlib.crc32(test.encode()), test, error)
         if len(set(tests)) > 1:
             pytest.exit(f"rank {self._comm.rank} has finished {test}, other ranks another one", returncode=2)
         if error is not None:
             raise error
-        if FAILED in outcomes:
-            pytest.fail(f"the {phase} {_PASSED_HERE} on ranks {_ranks_with(FAILED, outcomes)}", pytrace=False)
-        if phase == "set-up" and SKIPPED in outcomes:  # those ranks do not run the test
-            pytest.skip(f"the set-up skipped the test on ranks {_ranks_with(SKIPPED, outcomes)}")
+        if _FAILED in outcomes:
+            pytest.fail(f"the {phase} {_PASSED_HERE} on ranks {_ranks_with(_FAILED, outcomes)}", pytrace=False)
+        if phase == "set-up" and _SKIPPED in outcomes:  # those ranks do not run the test
+            pytest.skip(f"the set-up skipped the test on ranks {_ranks_with(_SKIPPED, outcomes)}")
         return result
 
     def _exchange(
@@ -134,7 +139,7 @@ class RanksInStep:
         request = self._comm.Iallgather(array("q", [outcome, subject_hash]), of_ranks)
         deadline = time.monotonic() + _WAIT_SECONDS
         while not request.Test():
-            if outcome == FAILED and time.monotonic() > deadline:
+            if outcome == _FAILED and time.monotonic() > deadline:
                 self._abort(subject, error)
             time.sleep(_PAUSE_SECONDS)
         return of_ranks[0::2].tolist(), of_ranks[1::2].tolist()
