@@ -42,6 +42,8 @@ class Verdict:
     """The first test that failed, or the reason for another outcome."""
 
     seconds: float = 0.0
+    is_by_limit: bool = False
+    """Whether the tests have only exceeded their limit."""
 
 
 @dataclasses.dataclass
@@ -84,8 +86,12 @@ class Copy:
         usual = self._usual_seconds(mutant)
         if usual is None:
             return Verdict("invalid", f"the tests do not pass without the fault: {mutant.tests}")
+        limit = time_limits.scaled(max(_AT_LEAST, _FACTOR * usual))
         with replaced(faulty.path, faulty.source):
-            return self._verdict(mutant, time_limits.scaled(max(_AT_LEAST, _FACTOR * usual)))
+            verdict = self._verdict(mutant, limit)
+        if verdict.is_by_limit and not self._passes_within(mutant, limit / 2):
+            return Verdict("invalid", f"the machine is too busy: {verdict.by}", verdict.seconds)
+        return verdict
 
     def fault(self, mutant: Mutant) -> AbstractContextManager[None]:
         """Apply a fault in a `with` block.
@@ -141,7 +147,7 @@ class Copy:
         if found := _FAILED.search(output):
             return Verdict("found", found[1] or found[2], outcome.seconds)
         if outcome.status is None:
-            return Verdict("found", f"time limit of {limit:.0f} s: {mutant.tests}", outcome.seconds)
+            return Verdict("found", f"time limit of {limit:.0f} s: {mutant.tests}", outcome.seconds, is_by_limit=True)
         if outcome.status == 0:
             return Verdict("missed", mutant.tests, outcome.seconds)
         if outcome.status < 0 or outcome.status > 128:
@@ -155,6 +161,10 @@ class Copy:
             outcome = run_within(_LONGEST, self._command(mutant), env=self._environment(), cwd=self._root)
             self._seconds[key] = outcome.seconds if outcome.status == 0 else None
         return self._seconds[key]
+
+    def _passes_within(self, mutant: Mutant, seconds: float) -> bool:
+        """Return whether a mutant's tests pass without the fault, in that time."""
+        return run_within(seconds, self._command(mutant), env=self._environment(), cwd=self._root).status == 0
 
     def _command(self, mutant: Mutant) -> list[str]:
         launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(mutant.ranks)] if mutant.ranks else []
