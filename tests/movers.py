@@ -40,10 +40,11 @@ class FewChunks(Staged):
 
 def stage(handle: Any, *, is_on_gpu: bool = True) -> None:
     """Let a new group treat this rank's tensors as GPU tensors, or as host tensors beside others' GPU tensors."""
-    operations = handle._operations
-    all_ranks = functools.partial(agreement.all_true, operations.comm)
-    operations.transport = FewChunks(handle.size(), all_ranks, is_on_gpu=is_on_gpu)
-    handle._fast_path = FastPath(operations)
+    executor = handle._executor
+    all_ranks = functools.partial(agreement.all_true, executor.comm)
+    executor.transport = FewChunks(handle.size(), all_ranks, is_on_gpu=is_on_gpu)
+    executor.messages.transport = executor.transport
+    handle._fast_path = FastPath(executor)
 
 
 class Stream:

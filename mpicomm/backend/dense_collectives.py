@@ -97,6 +97,10 @@ class DenseCollectives:
             mpi_calls.reduce_scatter(self.comm, dense, counts, total, reduction.datatype, reduction.op)
             reduction.store(total, output)
 
+    def reduce_scatter_list(self, output: torch.Tensor, sources: Tensors, reduction: Reduction) -> None:
+        """Reduce `sources[r]` of all ranks into rank r's output; sizes may differ between ranks."""
+        self.reduce_scatter(output, buffers.pack_all(sources), reduction, buffers.uneven_counts(sources))
+
     def _is_own_block(self, block: torch.Tensor, whole: torch.Tensor) -> bool:
         """Return whether a block is in its place in a tensor with a block for each rank."""
         return block.data_ptr() == whole.data_ptr() + self._rank * block.nbytes

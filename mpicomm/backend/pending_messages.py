@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import torch_internals
+from mpicomm.backend import buffers, dtypes, mpi_calls, torch_internals
+from mpicomm.backend.gpu_transport import Transport
 from mpicomm.backend.group_state import GroupState
 from mpicomm.backend.profiling import Profiler
-from mpicomm.backend.work import MessageWork, WorkBatch
+from mpicomm.backend.work import CompletedWork, MessageWork, WorkBatch
 from mpicomm.backend.worker_thread import Poller, require_threads
 from mpicomm.watchdog import flight_recorder
 from mpicomm.watchdog.flight_recorder import Operation
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_BUFFERED_BYTES = 2**12  # MPI may copy messages of this size, and completes them at once
 _REAP_ABOVE = 32  # messages in flight above which the group looks for completed ones
 _LAST_MESSAGES_SECONDS = 1.0  # for messages in flight to complete when the group is destroyed
 
@@ -27,7 +32,11 @@ _abandoned: list[MessageWork] = []
 class PendingMessages:
     """The messages of one group that have not completed."""
 
-    def __init__(self, state: GroupState, profiler: Profiler, batch: WorkBatch) -> None:
+    def __init__(
+        self, comm: Intracomm, transport: Transport, state: GroupState, profiler: Profiler, batch: WorkBatch
+    ) -> None:
+        self._comm = comm
+        self.transport = transport
         self._state = state
         self._record = state.record
         self._profiler = profiler
@@ -43,7 +52,35 @@ class PendingMessages:
         """Seconds until waiting for a message raises TimeoutError; None if the watchdog aborts the job instead."""
         return self._record.timeout if self._state.raises_timeouts else None
 
-    def note(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Operation:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> MessageWork | CompletedWork:
+        """Start sending; the work completes when the tensor may be modified again."""
+        operation = self._note("send", tensor, dst, tag)
+        dense = self.transport.fetch(tensor)
+        request = mpi_calls.send(self._comm, dense, dst, tag)
+        if tensor.nbytes > _BUFFERED_BYTES or torch_internals.is_profiling() or not request.Test():
+            return self._track("send", MessageWork([tensor], request, dense, operation, self))
+        operation.finish()
+        return CompletedWork.of([tensor])
+
+    def receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:
+        """Start receiving from `src`, or from the first rank that sends if it is None."""
+        operation = self._note("recv", tensor, src, tag)
+        dense, bring = self.transport.expect(tensor)
+
+        def arrived(status: Any) -> None:
+            if src is None:
+                operation.peer = status.source
+                operation.number_message(status.tag)
+            _check_count(status, dense)
+            with buffers.mode_of(tensor):
+                bring()
+
+        source = mpi.api().ANY_SOURCE if src is None else src
+        request = mpi_calls.receive(self._comm, dense, source, tag)
+        work = MessageWork([tensor], request, dense, operation, self, arrived)
+        return self._track("recvAnySource" if src is None else "recv", work)  # torch's names
+
+    def _note(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Operation:
         """Record a message in the flight recorder."""
         self._state.check_open()
         operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False)
@@ -53,7 +90,7 @@ class PendingMessages:
             operation.limit = None
         return operation
 
-    def track(self, name: str, work: MessageWork) -> MessageWork:
+    def _track(self, name: str, work: MessageWork) -> MessageWork:
         """Keep a message and its buffers alive until it completes, even if the caller drops the work."""
         if len(self._in_flight) >= self._reap_at:
             self.advance()
@@ -136,3 +173,12 @@ class PendingMessages:
         """Test every message in flight once; return whether any remains in flight."""
         self.advance()
         return bool(self._in_flight)
+
+
+def _check_count(status: Any, dense: torch.Tensor) -> None:
+    count = mpi_calls.received(status, dense.dtype)
+    if count != dense.numel():
+        raise RuntimeError(
+            f"recv: expected {dense.numel()} elements of {dtypes.short(dense.dtype)} from rank {status.source} "
+            f"(tag {status.tag}), got {count}.\nSend and receive tensors of the same size."
+        )

@@ -11,7 +11,7 @@ import time
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -304,38 +304,18 @@ class _RegisteredBackend(Backend):
         """Do nothing: MPI is already connected."""
 
 
-_BACKEND_METHODS = (
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
-)
+def forward(methods: Iterable[str]) -> None:
+    """Let torch's C++ code call these methods of a process group of this package."""
+    for name in methods:
+        setattr(_RegisteredBackend, name, _forwarding(name))
+    hide_from_compiler(_RegisteredBackend)
 
 
-def _forward(name: str) -> None:
+def _forwarding(name: str) -> Callable[..., dist.Work | None]:
     def method(self: _RegisteredBackend, *args: Any) -> dist.Work | None:
         return self._run(self._group(), name, *args)
 
-    setattr(_RegisteredBackend, name, method)
-
-
-for _name in _BACKEND_METHODS:
-    _forward(_name)
+    return method
 
 
 def register_backend(group: dist.ProcessGroup, run: _Run) -> Backend | None:
@@ -504,9 +484,6 @@ def hide_from_compiler(kind: type) -> None:
     for method in vars(kind).values():
         if isinstance(method, types.FunctionType):
             eval_frame.set_code_exec_strategy(method.__code__, skip)
-
-
-hide_from_compiler(_RegisteredBackend)
 
 
 def coalesce_batches_of(kind: type[dist.ProcessGroup]) -> None:

@@ -34,14 +34,14 @@ QUEUES = on_groups("world", "staged", "debug")
 
 
 def worker_of(group: Group) -> Worker:
-    return group.handle._operations.executor._get_worker()
+    return group.handle._executor._get_worker()
 
 
 def hold(group: Group, call: Callable[[], object]) -> None:
     """Queue a call that is not an operation: later entries of the queue wait until it returns."""
-    operations = group.handle._operations
-    operation = flight_recorder.note(operations.record, "gate", None, 0, None, is_message=True, is_running=False)
-    worker_of(group).submit(call, QueuedWork([], operation, operations.executor))
+    executor = group.handle._executor
+    operation = flight_recorder.note(executor.record, "gate", None, 0, None, is_message=True, is_running=False)
+    worker_of(group).submit(call, QueuedWork([], operation, executor))
 
 
 class AlarmError(Exception):

@@ -407,4 +407,4 @@ def test_the_profiler_keeps_nothing_of_messages_that_are_through(world: mpicomm.
             works.append(dist.irecv(torch.ones(1), (world.rank - 1) % world.size))
             for work in works:
                 work.wait()
-    assert not dist.group.WORLD._operations.executor.messages._spans
+    assert not dist.group.WORLD._executor.messages._spans

@@ -67,7 +67,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def path_of(handle: dist.ProcessGroup) -> Any:
-    return handle._operations.node  # type: ignore[attr-defined]
+    return handle._executor.node  # type: ignore[attr-defined]
 
 
 def start_and_wait(tensor: torch.Tensor, *arguments: Any, group: dist.ProcessGroup) -> None:

@@ -137,6 +137,30 @@ MUTANTS = [
     ),
     # -- operations.py --------------------------------------------------------------------------------------
     Mutant(
+        "_Checked.step",
+        old="not self.is_root",
+        new="self.is_root",
+        fault="broadcast does not copy its result back into a strided tensor.",
+        tests="tests/mpi/test_collectives.py -k test_broadcast",
+        ranks=4,
+    ),
+    Mutant(
+        "_Checked.step",
+        old="not self.any_size and buffers.uneven_counts(blocks) is None",
+        new="True",
+        fault="A list whose sizes differ is cut into chunks of the size of its first tensor.",
+        tests="tests/mpi/test_collectives.py -k 'uneven and staged'",
+        ranks=4,
+    ),
+    Mutant(
+        "Operation.bind",
+        old="_FIELDS.get(key, key)",
+        new="key",
+        fault="The argument op of torch's older signatures is not passed on.",
+        tests="tests/mpi/test_more_methods.py -k test_forms_without_options",
+        ranks=4,
+    ),
+    Mutant(
         "DenseCollectives.all_gather_list",
         old="sum(buffers.counts(outputs[: self._rank]))",
         new="self._rank * source.numel()",
@@ -145,9 +169,9 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Operations.send",
-        old="MessageWork([tensor], request, dense, operation, messages)",
-        new="MessageWork([tensor], request, tensor, operation, messages)",
+        "PendingMessages.send",
+        old="MessageWork([tensor], request, dense, operation, self)",
+        new="MessageWork([tensor], request, tensor, operation, self)",
         fault="The dense copy of a tensor that is being sent is freed before the send has completed.",
         tests="tests/mpi/test_messages.py -k 'test_ring_of_large_messages and staged'",
         ranks=4,
@@ -215,7 +239,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Operations.send",
+        "PendingMessages.send",
         old="not request.Test()",
         new="False",
         fault="A small message that MPI has not copied counts as sent, and its tensor may change before it is.",
@@ -264,7 +288,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Executor.barrier",
+        "Executor._wait_limit",
         old="seconds, operation.limit = operation.limit, None",
         new="seconds = operation.limit",
         fault="The watchdog ends the job at the timeout of mpicomm.barrier(), which raises TimeoutError instead.",
@@ -540,7 +564,7 @@ _divide(dense, self.divisor)
         ranks=4,
     ),
     Mutant(
-        "MPIProcessGroup.all_to_all_single",
+        "operations._rows",
         old="output_split_sizes or input_split_sizes",
         new="output_split_sizes and input_split_sizes",
         fault="all_to_all_single ignores split sizes that a rank passes only for the output or only for the input.",
@@ -613,9 +637,9 @@ _divide(dense, self.divisor)
         ranks=4,
     ),
     Mutant(
-        "MPIProcessGroup.all_gather_single",
-        old="not active_modes() and (work := self._fast_path.all_gather_single(output, source, opts)) is not None",
-        new="(work := self._fast_path.all_gather_single(output, source, opts)) is not None",
+        "_add_method.method",
+        old="has_fast_path and len(args) == num_arguments and not keywords and not active_modes()",
+        new="has_fast_path and len(args) == num_arguments and not keywords",
         fault="Dispatch modes do not receive small synchronous operations.",
         tests="tests/features/test_dispatcher.py -k test_the_mode_that_counts_collectives",
         ranks=4,

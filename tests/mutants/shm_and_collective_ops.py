@@ -218,7 +218,7 @@ while self._comms:
     ),
     Mutant(
         "_delegate.method",
-        old="self._operations.executor.batch.add(work)",
+        old="self._executor.batch.add(work)",
         fault="The work of a batch does not wait for the operations of the inner backend.",
         tests="tests/mpi/test_composite.py -k test_a_batch_of_calls_inside",
         ranks=4,
@@ -279,7 +279,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "_make_operations",
+        "_make_executor",
         old="options.timeout.total_seconds()",
         new="options.timeout.seconds",
         fault="A timeout loses its fractions of a second and its days.",
