@@ -19,7 +19,6 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.backend import future_callbacks, torch_internals
-from mpicomm.backend.debug_check import DebugCheck
 from mpicomm.backend.dense_collectives import DenseCollectives
 from mpicomm.backend.future_callbacks import OrderedFuture
 from mpicomm.backend.gpu_transport import Transport
@@ -27,7 +26,6 @@ from mpicomm.backend.group_state import GroupState
 from mpicomm.backend.monitored import MonitoredBarrier
 from mpicomm.backend.operations import Collective
 from mpicomm.backend.pending_messages import PendingMessages
-from mpicomm.backend.profiling import Profiler
 from mpicomm.backend.shm_selector import ShmSelector
 from mpicomm.backend.work import CompletedWork, QueuedWork, WorkBatch
 from mpicomm.backend.worker_thread import Worker, require_threads
@@ -66,13 +64,15 @@ class Executor:
         self.transport = transport
         self.node = ShmSelector(comm, record, settings)
         self.dense = DenseCollectives(comm, self.node)
-        self._debug_check = DebugCheck(comm, list(record.ranks)) if settings.compares_calls else None
+        self._compares_calls = settings.compares_calls
         # Whether collectives run without a preceding check or barrier.
-        self._is_simple = self._debug_check is None and not settings.raises_timeouts
+        self._is_simple = not settings.compares_calls and not settings.raises_timeouts
         self._state = GroupState(comm, record, raises_timeouts=settings.raises_timeouts)
-        self.profiler = Profiler()
+        self.backend_name = "mpicomm"
+        """The prefix of spans in torch's profiler; the process group sets it."""
+
         self.batch = WorkBatch()
-        self.messages = PendingMessages(comm, transport, self._state, self.profiler, self.batch)
+        self.messages = PendingMessages(comm, transport, self._state, self.batch)
         self._monitored = MonitoredBarrier(comm)
         self._turn = threading.Lock()  # MPI requires collective calls on one communicator to be serialised
         self._try_turn, self._give_turn_back = self._turn.acquire, self._turn.release
@@ -92,9 +92,11 @@ class Executor:
         self._state.check_open()
         call = collective.prepared(self.transport)
         if torch_internals.is_profiling():
-            call = self.profiler.spanned(call, collective.name, collective.inputs)
+            call = _spanned(
+                call, torch_internals.start_event(f"{self.backend_name}:{collective.name}", collective.inputs)
+            )
         dtype = collective.compared[0].dtype
-        signature = "" if self._debug_check is None else collective.signature
+        signature = collective.signature if self._compares_calls else ""
         results = list(collective.results)
         return self._submit(collective.name, dtype, collective.count, collective.root, opts, results, call, signature)
 
@@ -215,7 +217,7 @@ class Executor:
             return seconds
         if self._state.raises_timeouts:
             return operation.limit
-        return math.inf if self._debug_check is not None else None
+        return math.inf if self._compares_calls else None
 
     def _run(self, operation: Operation, call: Callable[[], None], signature: str, wait_limit: float | None) -> None:
         """Run a collective under the lock, and record its end."""
@@ -225,8 +227,8 @@ class Executor:
             with self._turn:
                 if wait_limit is not None:
                     self._state.wait_for_all(operation, wait_limit)
-                if self._debug_check is not None:
-                    self._debug_check.check(signature, operation)
+                if self._compares_calls:
+                    self._state.compare_calls(signature, operation)
                 call()
         except BaseException as error:
             if operation.start is not None:
@@ -391,6 +393,18 @@ class Executor:
                 require_threads()
                 self._worker = Worker(f"mpicomm-worker-{self.record.name}")
             return self._worker
+
+
+def _spanned(call: Callable[[], None], span: Any) -> Callable[[], None]:
+    """Return a call that ends a span of torch's profiler."""
+
+    def ending() -> None:
+        try:
+            call()
+        finally:
+            torch_internals.end_event(span)
+
+    return ending
 
 
 def _in_inference_mode(call: Callable[[], None]) -> None:

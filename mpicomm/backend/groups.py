@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpicomm import mpi
-from mpicomm.backend import gpu_transport, torch_internals
+from mpicomm.backend import future_callbacks, gpu_transport, torch_internals
 from mpicomm.backend.executor import Executor
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.settings import Settings
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
 _executors: weakref.WeakSet[Executor] = weakref.WeakSet()  # created and read on the main thread
 
 
-def make_world(name: str, seconds: float, rank: int, size: int, *, takes_gpu_tensors: bool) -> Executor:
-    """Create the executor of the group of all ranks (collective).
+def make_by_options(options: Any, *, takes_gpu_tensors: bool) -> Executor:
+    """Create the executor of a group that torch creates (collective over its ranks).
 
     Args:
-        name: The name of the group in torch.
-        seconds: The timeout of an operation.
-        rank: The `rank` argument that torch received; -1 if none.
-        size: The `world_size` argument that torch received; -1 if none.
+        options: torch's description of the group.
         takes_gpu_tensors: Whether MPI also handles GPU tensors.
 
     Raises:
-        MpicommError: If `rank` and `size` contradict MPI.
+        MpicommError: If the arguments `rank` and `world_size` of `init_process_group` contradict MPI.
     """
-    world = mpi.job_comm(by_all=True)
+    future_callbacks.watch_backward()
+    name, seconds = options.group_id, options.timeout.total_seconds()
+    if ranks := list(options.global_ranks_in_group):
+        return make(name, ranks, seconds, takes_gpu_tensors=takes_gpu_tensors)
+    rank, size, world = options.group_rank, options.group_size, mpi.job_comm(by_all=True)
     if (rank, size) not in ((world.rank, world.size), (-1, -1)):
         raise MpicommError(
             f"torch.distributed received rank {rank} of {size}, but the MPI rank is {world.rank} of {world.size}.\n"

@@ -12,7 +12,6 @@ from mpicomm import mpi
 from mpicomm.backend import buffers, dtypes, mpi_calls, torch_internals
 from mpicomm.backend.gpu_transport import Transport
 from mpicomm.backend.group_state import GroupState
-from mpicomm.backend.profiling import Profiler
 from mpicomm.backend.work import CompletedWork, MessageWork, WorkBatch
 from mpicomm.backend.worker_thread import Poller, require_threads
 from mpicomm.watchdog import flight_recorder
@@ -32,15 +31,15 @@ _abandoned: list[MessageWork] = []
 class PendingMessages:
     """The messages of one group that have not completed."""
 
-    def __init__(
-        self, comm: Intracomm, transport: Transport, state: GroupState, profiler: Profiler, batch: WorkBatch
-    ) -> None:
+    def __init__(self, comm: Intracomm, transport: Transport, state: GroupState, batch: WorkBatch) -> None:
         self._comm = comm
         self.transport = transport
         self._state = state
         self._record = state.record
-        self._profiler = profiler
         self._batch = batch
+        self.backend_name = "mpicomm"
+        """The prefix of spans in torch's profiler; the process group sets it."""
+
         self._starting = threading.Lock()
         self._poller: Poller | None = None
         self._in_flight: set[MessageWork] = set()
@@ -96,7 +95,7 @@ class PendingMessages:
             self.advance()
             self._reap_at = max(_REAP_ABOVE, 2 * len(self._in_flight))
         if torch_internals.is_profiling():
-            self._spans[work] = self._profiler.start(name, work.result())
+            self._spans[work] = torch_internals.start_event(f"{self.backend_name}:{name}", work.result())
         self._in_flight.add(work)
         self._let_advance(work)
         self._batch.add(work)

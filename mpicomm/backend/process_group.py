@@ -41,7 +41,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._store = store
         self._executor = executor
         self._fast_path = FastPath(executor)
-        executor.profiler.backend_name = backend_name
+        executor.backend_name = executor.messages.backend_name = backend_name
         self._rank = executor.comm.rank
         self._size = executor.comm.size
         self._name = name

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data._utils import worker
 
-from mpicomm.backend import compatibility, versions
+from mpicomm.backend import compatibility
 
 __all__ = [  # of torch
     "AllToAllOptions",
@@ -156,7 +156,7 @@ def end_event(event: Any) -> None:
         return
     thread, span = event
     end = functools.partial(torch._C._autograd._record_function_with_args_exit, span)
-    if thread != threading.get_ident() or versions.of_torch() < (2, 12):
+    if thread != threading.get_ident() or compatibility.torch_version() < (2, 12):
         end()
         return
     other = threading.Thread(target=end, name="mpicomm-profiler")
@@ -266,7 +266,7 @@ CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
 
 _KEYS = torch._C.DispatchKey
 
-KERNELS_CALL_BACKENDS = versions.of_torch() >= (2, 14)
+KERNELS_CALL_BACKENDS = compatibility.torch_version() >= (2, 14)
 """Whether Python can create a `Backend`: torch's `c10d` operators then call that of the group."""
 
 _Run = Callable[..., dist.Work | None]
@@ -493,7 +493,7 @@ def coalesce_batches_of(kind: type[dist.ProcessGroup]) -> None:
     the messages one by one, and two ranks that send large messages to each other deadlock. A program that imports the
     function by its name before the first use of this backend keeps torch's function.
     """
-    if versions.of_torch() >= (2, 15):
+    if compatibility.torch_version() >= (2, 15):
         return
     torchs = dist.batch_isend_irecv
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 import mpicomm
-from mpicomm.backend import factory, gpu_transport, torch_internals
+from mpicomm.backend import gpu_transport, groups, torch_internals
 from mpicomm.backend.composite import CompositeProcessGroup
 from mpicomm.backend.executor import Executor
 from mpicomm.backend.operations import TABLE
@@ -235,7 +235,7 @@ def like_nccl(world: mpicomm.World) -> Iterator[tuple[CompositeProcessGroup, Gro
         def make_inner(executor: Executor, name: str, store: dist.Store) -> Grouping:
             return GroupingMessages(dist.ProcessGroupGloo(store, executor.comm.rank, executor.comm.size))
 
-        executor = factory._make_executor(options, takes_gpu_tensors=False)
+        executor = groups.make_by_options(options, takes_gpu_tensors=False)
         return CompositeProcessGroup(executor, options.group_id, "likenccl", options.store, "cpu", make_inner)
 
     if not hasattr(dist.Backend, "LIKENCCL"):

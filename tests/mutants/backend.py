@@ -46,14 +46,14 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backward_errors.running",
+        "future_callbacks.running_passes",
         old="list(_errors.values()) if own is None else [own]",
         new="list(_errors.values())",
         fault="A backward pass raises an error of the pass that another thread runs.",
         tests="tests/unit/test_failed_futures.py",
     ),
     Mutant(
-        "backward_errors.running",
+        "future_callbacks.running_passes",
         old="list(_errors.values()) if own is None else [own]",
         new="[] if own is None else [own]",
         fault="The error of an operation that a thread of a GPU started is lost.",
@@ -68,7 +68,7 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "backward_errors._checked",
+        "future_callbacks._checked",
         old="errors = _errors[thread] = []",
         new="errors = _errors.setdefault(0, [])\n_errors[thread] = errors",
         fault="A backward pass raises an error that an operation before it has raised.",
@@ -82,7 +82,7 @@ MUTANTS = [
         tests="tests/unit/test_failed_futures.py",
     ),
     Mutant(
-        "backward_errors._check",
+        "future_callbacks._check",
         old="raise errors[0] from error",
         new="raise errors[-1] from error",
         fault="A backward pass raises the last error: that the group is broken, in place of the reason.",

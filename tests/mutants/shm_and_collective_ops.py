@@ -232,15 +232,15 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "DebugCheck._explain",
-        old="self._ranks",
+        "GroupState.compare_calls",
+        old="list(self.record.ranks)",
         new="range(len(calls))",
         fault="A mismatch reports ranks in the group as if they were ranks of the job.",
         tests="tests/mpi/test_debug.py -k test_a_mismatch_names_the_ranks",
         ranks=4,
     ),
     Mutant(
-        "DebugCheck.check",
+        "GroupState.compare_calls",
         old='f"#{operation.sequence} {call}"',
         new="call",
         fault="The ranks do not compare their numbers of collectives.",
@@ -264,7 +264,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "make_world",
+        "make_by_options",
         old="world.Dup",
         new="lambda: world",
         fault="The group of all ranks uses, and frees, the communicator that the user has.",
@@ -279,7 +279,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "_make_executor",
+        "make_by_options",
         old="options.timeout.total_seconds()",
         new="options.timeout.seconds",
         fault="A timeout loses its fractions of a second and its days.",
