@@ -14,10 +14,9 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.backend import buffers, dtypes, mpi_calls
-from mpicomm.backend.algorithms import Algorithm
+from mpicomm.backend.algorithms import Algorithm, AlgorithmSelector
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.reductions import Reduction
-from mpicomm.backend.shm_selector import ShmSelector
 from mpicomm.shm.slots import NativeSlots
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class DenseCollectives:
     Inputs may overlap outputs. Only one thread may call these methods at a time.
     """
 
-    def __init__(self, comm: Intracomm, node: ShmSelector) -> None:
+    def __init__(self, comm: Intracomm, node: AlgorithmSelector) -> None:
         self.comm = comm
         self.node = node
         self._rank, self._size = comm.rank, comm.size

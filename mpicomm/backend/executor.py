@@ -19,6 +19,7 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.backend import future_callbacks, torch_internals
+from mpicomm.backend.algorithms import AlgorithmSelector
 from mpicomm.backend.dense_collectives import DenseCollectives
 from mpicomm.backend.future_callbacks import OrderedFuture
 from mpicomm.backend.gpu_transport import Transport
@@ -26,7 +27,6 @@ from mpicomm.backend.group_state import GroupState
 from mpicomm.backend.monitored import MonitoredBarrier
 from mpicomm.backend.operations import Collective
 from mpicomm.backend.pending_messages import PendingMessages
-from mpicomm.backend.shm_selector import ShmSelector
 from mpicomm.backend.work import CompletedWork, QueuedWork, WorkBatch
 from mpicomm.backend.worker_thread import Worker, require_threads
 from mpicomm.errors import MpicommError, RankFailedError
@@ -62,7 +62,7 @@ class Executor:
         self.comm = comm
         self.record = record
         self.transport = transport
-        self.node = ShmSelector(comm, record, settings)
+        self.node = AlgorithmSelector(comm, record, settings)
         self.dense = DenseCollectives(comm, self.node)
         self._compares_calls = settings.compares_calls
         # Whether collectives run without a preceding check or barrier.

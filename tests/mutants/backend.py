@@ -218,8 +218,8 @@ MUTANTS = [
     ),
     Mutant(
         "backend.algorithms",
-        old="dict.fromkeys(ROWS.values(), 4 * _KIB)",
-        new="dict.fromkeys(ROWS.values(), 8 * _KIB)",
+        old="dict.fromkeys(_REDUCTIONS, 4 * _KIB)",
+        new="dict.fromkeys(_REDUCTIONS, 8 * _KIB)",
         fault="The bits of small sums differ from those of the last version.",
         tests="tests/unit/test_algorithms.py",
     ),

@@ -167,7 +167,7 @@ if reduction.wide is not None:
     ),
     # -- transport of tensors to MPI ------------------------------------------------------------------------
     Mutant(
-        "ShmSelector._open",
+        "AlgorithmSelector._open",
         old="agreement.all_true(self._comm, self._is_wanted and native.library() is not None)",
         new="self._is_wanted and native.library() is not None",
         fault="Some ranks use shared memory although a rank does not.",
@@ -175,7 +175,7 @@ if reduction.wide is not None:
         ranks=2,
     ),
     Mutant(
-        "ShmSelector._open",
+        "AlgorithmSelector._open",
         old="len(sizes) > 1 or sizes == {1}",
         new="sizes == {1}",
         fault="Nodes with different numbers of ranks use the hierarchical algorithm, with slices that do not match.",
@@ -183,7 +183,7 @@ if reduction.wide is not None:
         ranks=4,
     ),
     Mutant(
-        "ShmSelector.close",
+        "AlgorithmSelector.close",
         old="""
 while self._comms:
     mpi.free(self._comms.pop())
@@ -194,7 +194,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "ShmSelector._open",
+        "AlgorithmSelector._open",
         old="agreement.all_true(self._comm, slots is not None)",
         new="slots is not None",
         fault="If one node has no shared memory, the ranks of the other nodes continue without that node.",
@@ -498,7 +498,7 @@ return made
         ranks=4,
     ),
     Mutant(
-        "ShmSelector._advance",
+        "AlgorithmSelector._advance",
         old="self._comms[0]",
         new="self._comm",
         fault="A rank that waits in slots lets MPI progress only while no message is pending.",
