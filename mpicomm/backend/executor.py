@@ -2,7 +2,7 @@
 
 A synchronous collective is one blocking MPI call on the caller's thread. An asynchronous collective is queued for the
 group's worker thread; later collectives queue behind it until the worker is idle, so each rank keeps the order of its
-calls. Point-to-point messages are MPI requests (pending_messages.py).
+calls. Point-to-point messages are MPI requests (messages.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mpicomm.backend.dense_collectives import DenseCollectives
 from mpicomm.backend.future_callbacks import OrderedFuture
 from mpicomm.backend.gpu_transport import Transport
 from mpicomm.backend.group_state import GroupState
+from mpicomm.backend.messages import PendingMessages
 from mpicomm.backend.monitored import MonitoredBarrier
 from mpicomm.backend.operations import Collective
-from mpicomm.backend.pending_messages import PendingMessages
 from mpicomm.backend.work import CompletedWork, QueuedWork, WorkBatch
 from mpicomm.backend.worker_thread import Worker, require_threads
 from mpicomm.errors import MpicommError, RankFailedError

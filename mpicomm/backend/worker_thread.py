@@ -1,4 +1,4 @@
-"""The threads of a group, started by the first operation that needs them."""
+"""The thread that runs a group's asynchronous operations, started by the first of them, and its timer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,11 @@ from mpicomm import mpi
 from mpicomm.backend import future_callbacks
 from mpicomm.backend.future_callbacks import FutureCallback
 from mpicomm.backend.gpus import ThreadDevice
-from mpicomm.backend.work import MessageWork, QueuedWork
+from mpicomm.backend.work import QueuedWork
 from mpicomm.errors import MpicommError
 
 _NOW_NS, _SOON_NS = 1, 200_000  # delays of the worker's timer: a program that waits does so within the longer one
 _START_SECONDS = 1e-3  # the longest time that `submit` waits for the worker's thread to start a long job
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
-_SHARE = 19  # a pause is at least this many times as long as the round before it, up to the following limit
-# A round is also long if its thread was suspended or waited for the GIL, and `stop` waits for the pause.
-_LONGEST_PROPORTIONAL_PAUSE = 0.25
-_QUIET_SECONDS = 0.1  # without messages, before the poller sleeps until the next one; waking it costs the caller time
 
 
 class Finishable(Protocol):
@@ -277,94 +272,6 @@ class Worker:
             callback.has_ended.wait()
         with self._lock:
             self._awaited = ()
-
-
-class Poller:
-    """Progresses a group's messages, which advance only during MPI calls, and completes their futures.
-
-    It uses at most a twentieth of a core's time, however many messages are in flight.
-    """
-
-    def __init__(self, name: str, advance: Callable[[], bool]) -> None:
-        """Start the thread.
-
-        Args:
-            advance: Tests every message in flight once, and returns whether any is left.
-        """
-        self._advance = advance
-        self._changed = threading.Condition()
-        self._watched: list[MessageWork] = []
-        self._stopping = False
-        self.is_idle = False
-        self._gpu = ThreadDevice()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def watch(self, work: MessageWork) -> None:
-        """Complete the future of `work` when its message has completed."""
-        self._gpu.note()
-        with self._changed:
-            if not self._stopping:
-                self._watched.append(work)
-                self._changed.notify()
-                return
-        work.finish()
-
-    def rouse(self) -> None:
-        """Wake the thread, to test the messages in flight again."""
-        self._gpu.note()
-        with self._changed:
-            self._changed.notify()
-
-    def stop(self) -> None:
-        """Stop the thread; the futures of messages in flight complete with an error."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        if threading.get_ident() != self._thread.ident:
-            self._thread.join()
-        for work in self._watched:
-            work.finish()
-
-    def _run(self) -> None:
-        pause, quiet_since = _SHORTEST_PAUSE, time.monotonic()
-        while not self._stopping:
-            start = time.monotonic()
-            if self._look():
-                quiet_since = start
-            is_moving = self._finish_watched()
-            pause = _SHORTEST_PAUSE if is_moving else min(2 * pause, _LONGEST_PAUSE)
-            now = time.monotonic()
-            if not self._watched and now - quiet_since > _QUIET_SECONDS:
-                self._wait_for_more()
-                pause, quiet_since = _LONGEST_PAUSE, time.monotonic()
-            least = min(_SHARE * (now - start), _LONGEST_PROPORTIONAL_PAUSE)
-            time.sleep(max(pause if self._watched else _LONGEST_PAUSE, least))
-
-    def _look(self) -> bool:
-        self._gpu.enter()
-        return self._advance()
-
-    def _finish_watched(self) -> bool:
-        """Complete the futures of completed messages; return whether there were any."""
-        with self._changed:
-            watched = list(self._watched)
-        through = {work for work in watched if work.is_completed()}
-        with self._changed:
-            self._watched = [work for work in self._watched if work not in through]
-        if through:
-            with future_callbacks.of_messages():
-                for work in through:
-                    work.finish()
-        return bool(through)
-
-    def _wait_for_more(self) -> None:
-        """Sleep until messages may be in flight again."""
-        with self._changed:
-            self.is_idle = True  # set before the last test: a thread reads this after it has added a message
-            while not (self._watched or self._stopping or self._look()):
-                self._changed.wait()
-            self.is_idle = False
 
 
 def _flushes_denormals() -> bool:
