@@ -22,11 +22,11 @@ from mpicomm.backend import future_callbacks, torch_internals
 from mpicomm.backend.algorithms import AlgorithmSelector
 from mpicomm.backend.dense_collectives import DenseCollectives
 from mpicomm.backend.future_callbacks import OrderedFuture
-from mpicomm.backend.gpu_transport import Transport
 from mpicomm.backend.group_state import GroupState
 from mpicomm.backend.messages import PendingMessages
 from mpicomm.backend.monitored import MonitoredBarrier
 from mpicomm.backend.operations import Collective
+from mpicomm.backend.staging import Transport
 from mpicomm.backend.work import CompletedWork, QueuedWork, WorkBatch
 from mpicomm.backend.worker_thread import Worker, require_threads
 from mpicomm.errors import MpicommError, RankFailedError

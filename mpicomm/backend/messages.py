@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from mpicomm import mpi
 from mpicomm.backend import buffers, dtypes, future_callbacks, mpi_calls, torch_internals
-from mpicomm.backend.gpu_transport import Transport
 from mpicomm.backend.gpus import ThreadDevice
 from mpicomm.backend.group_state import GroupState
+from mpicomm.backend.staging import Transport
 from mpicomm.backend.work import BackendWork, CompletedWork, Timeout, WorkBatch, deadline_of
 from mpicomm.backend.worker_thread import require_threads
 from mpicomm.durations import Deadline

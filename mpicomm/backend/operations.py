@@ -19,9 +19,8 @@ import torch
 from mpicomm.backend import buffers, checks, dispatcher, dtypes, mpi_calls, reductions, torch_internals
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.dense_collectives import DenseCollectives
-from mpicomm.backend.gpu_transport import Transport
 from mpicomm.backend.reductions import Reduction
-from mpicomm.backend.staging import Call, Use
+from mpicomm.backend.staging import Call, Transport, Use
 from mpicomm.backend.torch_internals import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
