@@ -109,8 +109,12 @@ class AlgorithmSelector:
         self._record = record
         self._is_wanted = settings.shares_memory and settings.uses_native
         self._comms: list[Intracomm] = []  # created here, freed by close()
-        self._slots: NativeSlots | None = None  # if all ranks are on one node
-        self._hierarchical: HierarchicalAllReduce | None = None  # if several nodes have equally many ranks each
+        self.slots: NativeSlots | None = None
+        """Set, by the first selection that opens shared memory, if all ranks are on one node."""
+
+        self.hierarchical: HierarchicalAllReduce | None = None
+        """Set at the same time if several nodes have equally many ranks each."""
+
         self._choices = Choices(comm.size)
 
     def select(self, operation: str, nbytes: int, reduction: Reduction | None = None) -> Algorithm:
@@ -132,18 +136,6 @@ class AlgorithmSelector:
             algorithm = self._choices.select(row, nbytes)
         return algorithm
 
-    @property
-    def slots(self) -> NativeSlots:
-        """The slots that `Algorithm.SLOTS` means."""
-        assert self._slots is not None
-        return self._slots
-
-    @property
-    def hierarchical(self) -> HierarchicalAllReduce:
-        """The all-reduce that `Algorithm.HIERARCHICAL` means."""
-        assert self._hierarchical is not None
-        return self._hierarchical
-
     def _open(self) -> None:
         """Find the ranks of each node and share their memory (collective, once)."""
         self._choices.clear()
@@ -161,13 +153,13 @@ class AlgorithmSelector:
         if not agreement.all_true(self._comm, slots is not None) or slots is None:
             return
         if node_comm.size == self._comm.size:
-            self._slots = slots
+            self.slots = slots
             self._choices.replace(Algorithm.SLOTS, SLOTS)
             return
         # 4. on several nodes, connect the ranks that have the same rank on their nodes
         across = mpi.tracked(cast("Intracomm", self._comm.Split(node_comm.rank, self._comm.rank)))
         self._comms.append(across)
-        self._hierarchical = HierarchicalAllReduce(self._comm, slots, across)
+        self.hierarchical = HierarchicalAllReduce(self._comm, slots, across)
         self._choices.replace(Algorithm.HIERARCHICAL, HIERARCHICAL)
 
     def split_by_node(self, comm: Intracomm) -> Intracomm:
@@ -202,6 +194,6 @@ class AlgorithmSelector:
     def close(self) -> None:
         """Release the memory and the communicators (collective)."""
         self._choices.clear()
-        self._slots = self._hierarchical = None
+        self.slots = self.hierarchical = None
         while self._comms:
             mpi.free(self._comms.pop())

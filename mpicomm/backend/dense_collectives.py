@@ -48,7 +48,8 @@ class DenseCollectives:
         algorithm = self.node.select("all_reduce", tensor.nbytes, reduction)
         if algorithm is Algorithm.SLOTS and self._slots.reduce(tensor, divisor=reduction.divisor):
             return
-        if algorithm is Algorithm.HIERARCHICAL and self.node.hierarchical.run(tensor, reduction):
+        hierarchical = self.node.hierarchical
+        if algorithm is Algorithm.HIERARCHICAL and hierarchical is not None and hierarchical.run(tensor, reduction):
             return
         if reduction.is_native:
             mpi_calls.all_reduce(self.comm, tensor, reduction.datatype, reduction.op)
@@ -228,7 +229,9 @@ class DenseCollectives:
 
     @property
     def _slots(self) -> NativeSlots:
-        return self.node.slots
+        slots = self.node.slots
+        assert slots is not None, "the algorithm is SLOTS"
+        return slots
 
     # -- lists ---------------------------------------------------------------------------------------------------
 

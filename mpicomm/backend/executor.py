@@ -121,7 +121,8 @@ class Executor:
             return None
         needs_mode = results and results[0].is_inference() and not torch.is_inference_mode_enabled()
         if opts.asyncOp or needs_mode or not self._take_turn():
-            self._state.check_open()
+            if not self._is_usable():
+                self._state.check_open()
             # The caller may change its lists before the operation runs.
             kept = [list(each) if type(each) is list else each for each in arguments]
             return self._submit(name, dtype, count, root, opts, list(results), functools.partial(run, *kept), "")
@@ -196,7 +197,8 @@ class Executor:
         self.batch.add(work)
         # Submit last: the worker thread then competes for the GIL.
         is_long = dtype is not None and count * dtype.itemsize >= _LONG_BYTES
-        self._get_worker().submit(run, work, future_callbacks.before(self), is_long=is_long)
+        after = future_callbacks.before(self) if future_callbacks.pending else ()
+        self._get_worker().submit(run, work, after, is_long=is_long)
         if not opts.asyncOp:
             work.wait()
         return work
@@ -241,9 +243,13 @@ class Executor:
     def _take_turn(self) -> bool:
         """Acquire the lock for a collective if nothing is queued; return whether that succeeded."""
         worker = self._worker
-        if (worker is not None and (worker.is_current_thread or not worker.is_idle)) or future_callbacks.may_matter():
+        if (worker is not None and worker.jobs) or future_callbacks.pending or future_callbacks.message_threads:
             return False
-        return self._state.is_usable and self._try_turn(False)
+        return self._is_usable() and self._try_turn(False)
+
+    def _is_usable(self) -> bool:
+        """Return whether operations can run."""
+        return self._state.is_open and not self.record.broken
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that timed out; the group becomes unusable."""
@@ -274,11 +280,9 @@ class Executor:
         """
         flight_recorder.refuse_children()
         worker = self._worker
-        if worker is None or work.is_completed():
+        if worker is None:
             return
-        if worker.is_current_thread:
-            worker.run_until(work.is_completed)
-        elif may_block:
+        if may_block or worker.is_current_thread:
             worker.run_for(work)
         else:
             worker.hurry()
@@ -297,7 +301,7 @@ class Executor:
 
     def advance(self) -> None:
         """Drive the progress of messages in flight."""
-        if self._state.is_usable:
+        if self._is_usable():
             self.messages.advance()
 
     def is_sending(self) -> bool:
@@ -377,13 +381,14 @@ class Executor:
         return not self._state.has_outstanding() and (self._worker is None or self._worker.is_idle)
 
     def _runs_here(self, is_async: bool) -> bool:
-        future_callbacks.refuse_in_messages()
-        worker = self._worker
-        if worker is not None and worker.is_current_thread:
+        thread, worker = future_callbacks.this_thread, self._worker
+        if thread.runs_messages:
+            future_callbacks.refuse_in_messages()
+        if thread.runs_queue and worker is not None and worker.is_current_thread:
             return True  # a callback: queueing an operation and waiting for it would deadlock
-        if (callback := future_callbacks.current()) is not None:
+        if thread.callback is not None:
             if worker is not None:
-                worker.wait_for_place_of(callback)
+                worker.wait_for_place_of(thread.callback)
             return True
         return not is_async and (worker is None or worker.is_idle) and not future_callbacks.before(self)
 

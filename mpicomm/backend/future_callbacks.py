@@ -24,9 +24,9 @@ from mpicomm.watchdog import rank_failures
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-_pending: list[FutureCallback] = []
+pending: list[FutureCallback] = []
 """The callbacks that have not run, of all groups and threads, in the order of registration."""
-_message_threads: list[None] = []
+message_threads: list[None] = []
 """One entry for each thread that is running callbacks of point-to-point messages."""
 
 
@@ -77,8 +77,8 @@ class FutureCallback:
         finally:
             this_thread.callback = outer
             with _lock:
-                if self in _pending:
-                    _pending.remove(self)
+                if self in pending:
+                    pending.remove(self)
             self.has_ended.set()
 
 
@@ -149,11 +149,11 @@ def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future
 def of_messages() -> Iterator[None]:
     """Mark this thread as running callbacks of messages and no others; messages complete in any order."""
     this_thread.runs_messages = True
-    _message_threads.append(None)
+    message_threads.append(None)
     try:
         yield
     finally:
-        _message_threads.pop()
+        message_threads.pop()
 
 
 def refuse_in_messages() -> None:
@@ -185,13 +185,13 @@ def add(queue: Any, run: Callable[[], None]) -> tuple[FutureCallback, list[Futur
     callback = FutureCallback(queue, run)
     with _lock:
         earlier = _of_others(queue)
-        _pending.append(callback)
+        pending.append(callback)
     return callback, earlier
 
 
 def before(queue: Any) -> list[FutureCallback]:
     """Return the pending callbacks of other groups that must run before the next call of this thread."""
-    if not _pending or is_inside_callback():
+    if not pending or is_inside_callback():
         return []
     with _lock:
         return _of_others(queue)
@@ -199,12 +199,7 @@ def before(queue: Any) -> list[FutureCallback]:
 
 def _of_others(queue: Any) -> list[FutureCallback]:
     thread = threading.get_ident()
-    return [each for each in _pending if each.thread == thread and each.queue is not queue]
-
-
-def may_matter() -> bool:
-    """Return whether a callback is pending, or a callback of a message is running."""
-    return bool(_pending or _message_threads)
+    return [each for each in pending if each.thread == thread and each.queue is not queue]
 
 
 def _nothing() -> None:

@@ -48,11 +48,6 @@ class GroupState:
         self._comm = comm
         self._outstanding: list[Request] = []  # barriers that timed out; MPI cannot cancel them
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether operations can run."""
-        return self.is_open and not self.record.broken
-
     def check_open(self) -> None:
         """Check that the group can be used.
 

@@ -76,7 +76,9 @@ class Worker:
         self._runner = 0  # the ident of that thread
         self._lock = threading.RLock()  # guards the following
         self._changed = threading.Condition(self._lock)
-        self._jobs: collections.deque[_Job] = collections.deque()  # also those in progress
+        self.jobs: collections.deque[_Job] = collections.deque()
+        """The queued jobs, and those in progress."""
+
         self._awaited: Sequence[FutureCallback] = ()  # the callbacks that the next job waits for
         self._gpu = ThreadDevice()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -85,7 +87,7 @@ class Worker:
     @property
     def is_idle(self) -> bool:
         """Whether the queue is empty and nothing is running."""
-        return not self._jobs
+        return not self.jobs
 
     @property
     def is_current_thread(self) -> bool:
@@ -111,13 +113,13 @@ class Worker:
                 self._timer.set(_NOW_NS)
             elif self.is_idle:
                 self._timer.set(_SOON_NS)
-            self._jobs.append(job)
+            self.jobs.append(job)
             if starts_now:  # a caller that continues in pure Python would keep the GIL from the thread for milliseconds
                 self._changed.wait_for(lambda: self._runner != 0 or self.is_idle, _START_SECONDS)
 
     def hurry(self) -> None:
         """Wake the thread for the queued jobs now: a thread waits for one of them that does not run it."""
-        if self._jobs:
+        if self.jobs:
             self._timer.set(_NOW_NS)
 
     def wait_for_place_of(self, callback: FutureCallback) -> None:
@@ -145,7 +147,7 @@ class Worker:
     def give_up(self, error: Exception) -> None:
         """Finish all unfinished works with an error, and stop the thread; a call that does not return is abandoned."""
         with self._lock:
-            jobs = [job for job in self._jobs if not job.is_finishing]
+            jobs = [job for job in self.jobs if not job.is_finishing]
             for job in jobs:
                 job.is_given_up = True
         for job in jobs:
@@ -164,6 +166,9 @@ class Worker:
         Callbacks, and jobs that wait for callbacks of other groups, are left to the worker thread. So is everything if
         the program uses a GPU, since the worker has a stream of its own.
         """
+        if self.is_current_thread:
+            self.run_until(work.is_completed)
+            return
         thread = future_callbacks.this_thread
         runs_queue = thread.runs_queue
         is_held: list[bool] = []
@@ -184,7 +189,7 @@ class Worker:
 
     def _may_be_taken(self, job: _Job) -> bool:
         """Return whether a thread that waits for a job, or for one behind it, may run it."""
-        return isinstance(job.work, QueuedWork) and not job.after and not self._gpu.is_known
+        return isinstance(job.work, QueuedWork) and not job.after and self._gpu.device is None
 
     def _run(self) -> None:
         future_callbacks.this_thread.runs_queue = True
@@ -213,7 +218,7 @@ class Worker:
         """
         with self._lock:  # not while a job is added, whose timer may have expired
             self._changed.notify_all()  # also after a removal that was interrupted; `submit` may wait for this
-            for job in self._jobs:
+            for job in self.jobs:
                 if not (is_nested and job.has_begun):
                     return job
             return None
@@ -224,7 +229,7 @@ class Worker:
         Only then: operations that its callbacks call precede those that another thread calls next.
         """
         with self._lock:
-            self._jobs.remove(job)
+            self.jobs.remove(job)
             self._changed.notify_all()
 
     def _run_here(self, job: _Job) -> None:

@@ -134,7 +134,7 @@ def test_a_synchronous_operation_runs_after_the_queued_ones(group: Group) -> Non
     tensor = torch.full((3,), 1.0 + group.rank)
     worker, has_ended = worker_of(group), threading.Event()
     # The queue then has the blocking call, the broadcast and the all_reduce.
-    hold(group, lambda: mpi.poll(lambda: len(worker._jobs) == 3 or has_ended.is_set(), 30))
+    hold(group, lambda: mpi.poll(lambda: len(worker.jobs) == 3 or has_ended.is_set(), 30))
     dist.broadcast(tensor, group_src=group.size - 1, group=group.handle, async_op=True)
     dist.all_reduce(tensor, group=group.handle)
     has_ended.set()
@@ -153,7 +153,7 @@ def test_calls_of_a_callback_run_before_later_calls_of_its_thread(group: Group) 
 
     def call_back(_future: torch.futures.Future) -> None:
         if group.rank % 2:
-            mpi.poll(lambda: len(worker._jobs) > 1, 1)  # this callback, and the later all_reduce
+            mpi.poll(lambda: len(worker.jobs) > 1, 1)  # this callback, and the later all_reduce
         dist.all_reduce(by_callback, group=group.handle)
 
     called_back = work.get_future().then(call_back)
