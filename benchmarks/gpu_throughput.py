@@ -34,7 +34,7 @@ def main() -> None:
             group: Any = dist.group.WORLD
             how = {
                 "GPU": torch.cuda.get_device_name(world.device),
-                "transport": type(group._operations.transport).__name__,
+                "transport": type(group._executor.transport).__name__,
             }
             what = "sums and copies of ones, which are written again before each call; the fastest round"
             rank_results.write(f"gpu-{world.size}", world.size, what, **how, gibibytes_per_second=found)

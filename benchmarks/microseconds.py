@@ -40,7 +40,7 @@ def main() -> None:
 
 def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
     group: Any = dist.group.WORLD
-    executor = group._operations.executor
+    executor = group._executor
     idle: Any = dist.new_group()
     tensor, tensors, opts = torch.zeros(1), [torch.zeros(1)], AllreduceOptions()
     opts.asyncOp = False
@@ -51,7 +51,7 @@ def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
     total: Any = dist.ReduceOp.SUM
 
     def note(_tensors: object, _opts: object) -> CompletedWork:
-        flight_recorder.note(executor._record, "all_reduce", torch.float32, 1, None, False, True, 2).finish()
+        flight_recorder.note(executor.record, "all_reduce", torch.float32, 1, None, False, True, 2).finish()
         return work
 
     noting: Any = dist.new_group()

@@ -96,7 +96,7 @@ def _watchdog() -> agent.Watchdog:
 
 def _executor() -> Executor:
     group: Any = dist.group.WORLD
-    return group._operations.executor
+    return group._executor
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
-from mpicomm.backend import backward_errors, compatibility, gpus, groups, plugin, torch_internals
+from mpicomm.backend import compatibility, future_callbacks, gpus, groups, plugin, torch_internals
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
@@ -202,7 +202,7 @@ def open_session(session: Session) -> None:
     # 1. start the watchdog, if MPI has connected the ranks
     rank_failures.set_current(session.failures)
     if session.failures is not None:
-        backward_errors.watch()
+        future_callbacks.watch_backward()
     if job.base is not None and job.everyone is not None:
         for comm in _communicators(job):
             mpi.tracked(comm)

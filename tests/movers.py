@@ -14,7 +14,7 @@ import torch
 
 from mpicomm import agreement
 from mpicomm.backend.fast_path import FastPath
-from mpicomm.backend.staging import DeviceEvent, HostMover, Staged, Use
+from mpicomm.backend.staging import DeviceEvent, Mover, Staged, Use
 
 Copy = Callable[[], None]
 
@@ -28,7 +28,7 @@ class FewChunks(Staged):
 
     def __init__(self, size: int, all_ranks: Callable[[bool], bool], *, is_on_gpu: bool = True) -> None:
         """Treat this rank's tensors as GPU tensors, or as host tensors if `is_on_gpu` is false."""
-        super().__init__(size, CHUNK_BYTES, all_ranks, lambda _: LateMover() if is_on_gpu else HostMover())
+        super().__init__(size, CHUNK_BYTES, all_ranks, lambda _: LateMover() if is_on_gpu else Mover())
         if is_on_gpu:
             self.whole_bytes = 0
 
@@ -40,10 +40,11 @@ class FewChunks(Staged):
 
 def stage(handle: Any, *, is_on_gpu: bool = True) -> None:
     """Let a new group treat this rank's tensors as GPU tensors, or as host tensors beside others' GPU tensors."""
-    operations = handle._operations
-    all_ranks = functools.partial(agreement.all_true, operations.comm)
-    operations.transport = FewChunks(handle.size(), all_ranks, is_on_gpu=is_on_gpu)
-    handle._fast_path = FastPath(operations)
+    executor = handle._executor
+    all_ranks = functools.partial(agreement.all_true, executor.comm)
+    executor.transport = FewChunks(handle.size(), all_ranks, is_on_gpu=is_on_gpu)
+    executor.messages.transport = executor.transport
+    handle._fast_path = FastPath(executor)
 
 
 class Stream:

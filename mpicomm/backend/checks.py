@@ -199,6 +199,13 @@ def same_size(one: torch.Tensor, other: torch.Tensor, what: str, argument: str) 
         )
 
 
+def matching(tensors: Sequence[torch.Tensor], own: torch.Tensor, rank: int, what: str, argument: str) -> None:
+    """Check a list with a tensor for each rank: equal dtypes, and this rank's as large as its own tensor."""
+    for tensor in tensors:
+        same_dtype(tensor, own, what, argument)
+    same_size(tensors[rank], own, what, f"{argument}[{rank}]")
+
+
 def multiple(large: torch.Tensor, small: torch.Tensor, size: int, what: str, large_name: str, small_name: str) -> None:
     """Check that `large` has the dtype of `small` and `size` times its number of elements: one block per rank."""
     same_dtype(large, small, what, large_name)

@@ -11,12 +11,24 @@ import torch
 import torch.distributed as dist
 
 from mpicomm.backend import checks, dispatcher, torch_internals
-from mpicomm.backend.operations import Operations
+from mpicomm.backend.executor import Executor
+from mpicomm.backend.operations import TABLE
 from mpicomm.backend.process_group import MPIProcessGroup, Timeout
 from mpicomm.watchdog import flight_recorder
 
-MakeInner = Callable[[Operations, str, dist.Store], Any]
-"""Creates the inner backend of a group from its operations, its name and its own store."""
+MakeInner = Callable[[Executor, str, dist.Store], Any]
+"""Creates the inner backend of a group from its executor, its name and its own store."""
+
+
+def nccl_maker(backend_options: Any) -> MakeInner:
+    """Return the function that creates the NCCL backend of a group, with the user's options or None."""
+
+    def make_inner(executor: Executor, name: str, store: dist.Store) -> Any:
+        timeout = datetime.timedelta(seconds=executor.record.timeout)
+        ranks = executor.record.ranks
+        return torch_internals.make_nccl(name, store, executor.comm.rank, ranks, timeout, backend_options)
+
+    return make_inner
 
 
 class CompositeProcessGroup(MPIProcessGroup):
@@ -30,18 +42,18 @@ class CompositeProcessGroup(MPIProcessGroup):
 
     def __init__(
         self,
-        operations: Operations,
+        executor: Executor,
         name: str,
         backend_name: str,
         store: dist.Store,
         device_type: str,
         make_inner: MakeInner,
     ) -> None:
-        super().__init__(operations, name, backend_name, store)
+        super().__init__(executor, name, backend_name, store)
         self._device_type = device_type
         self._make_inner = make_inner
-        self._inner = make_inner(operations, name, store)
-        self._stream = flight_recorder.StreamQueue(operations.record)
+        self._inner = make_inner(executor, name, store)
+        self._stream = flight_recorder.StreamQueue(executor.record)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -50,8 +62,8 @@ class CompositeProcessGroup(MPIProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self._inner if torch.device(device).type == self._device_type else self
 
-    def _make_part(self, operations: Operations, name: str, store: dist.Store) -> CompositeProcessGroup:
-        return CompositeProcessGroup(operations, name, self._backend_name, store, self._device_type, self._make_inner)
+    def _make_part(self, executor: Executor, name: str, store: dist.Store) -> CompositeProcessGroup:
+        return CompositeProcessGroup(executor, name, self._backend_name, store, self._device_type, self._make_inner)
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
         """Synchronise the current CUDA stream, then wait for every rank (collective)."""
@@ -74,7 +86,7 @@ class CompositeProcessGroup(MPIProcessGroup):
 
     def shutdown(self) -> None:
         """Shut down the inner backend, then this one (collective, unless the group's world has ended)."""
-        if self._operations.record.has_ended:
+        if self._executor.record.has_ended:
             self._inner.abort()
         else:
             self._inner.shutdown()
@@ -108,7 +120,7 @@ class CompositeProcessGroup(MPIProcessGroup):
         device = inputs[0].device
         self.start_coalescing(device)
         for output, source in zip(outputs, inputs, strict=True):
-            self._operations.executor.batch.add(call(output, source, opts))
+            self._executor.batch.add(call(output, source, opts))
         return self.end_coalescing(device)
 
 
@@ -140,32 +152,14 @@ def _delegate(name: str, inner_name: str) -> None:
             self._stream.started(operation, work)
         else:
             operation.finish()
-        self._operations.executor.batch.add(work)
+        self._executor.batch.add(work)
         return work
 
     setattr(CompositeProcessGroup, name, method)
 
 
-_SAME_NAME = (
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "broadcast",
-    "allgather",
-    "allgather_coalesced",
-    "gather",
-    "gather_single",
-    "scatter",
-    "alltoall",
-    "send",
-    "recv",
-    "recv_anysource",
-)
-for _name in _SAME_NAME:
-    _delegate(_name, _name)
-for _name, _old_name in torch_internals.RENAMED.items():
-    for _each in (_name, _old_name):
+for _name in (*(operation.method for operation in TABLE), *_MESSAGES):
+    for _each in dict.fromkeys((_name, torch_internals.RENAMED.get(_name, _name))):
         _delegate(_each, torch_internals.own_name(_name))
 
 torch_internals.hide_from_compiler(CompositeProcessGroup)

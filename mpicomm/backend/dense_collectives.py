@@ -14,10 +14,9 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.backend import buffers, dtypes, mpi_calls
-from mpicomm.backend.algorithms import Algorithm
+from mpicomm.backend.algorithms import Algorithm, AlgorithmSelector
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.reductions import Reduction
-from mpicomm.backend.shm_selector import ShmSelector
 from mpicomm.shm.slots import NativeSlots
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class DenseCollectives:
     Inputs may overlap outputs. Only one thread may call these methods at a time.
     """
 
-    def __init__(self, comm: Intracomm, node: ShmSelector) -> None:
+    def __init__(self, comm: Intracomm, node: AlgorithmSelector) -> None:
         self.comm = comm
         self.node = node
         self._rank, self._size = comm.rank, comm.size
@@ -49,7 +48,8 @@ class DenseCollectives:
         algorithm = self.node.select("all_reduce", tensor.nbytes, reduction)
         if algorithm is Algorithm.SLOTS and self._slots.reduce(tensor, divisor=reduction.divisor):
             return
-        if algorithm is Algorithm.HIERARCHICAL and self.node.hierarchical.run(tensor, reduction):
+        hierarchical = self.node.hierarchical
+        if algorithm is Algorithm.HIERARCHICAL and hierarchical is not None and hierarchical.run(tensor, reduction):
             return
         if reduction.is_native:
             mpi_calls.all_reduce(self.comm, tensor, reduction.datatype, reduction.op)
@@ -96,6 +96,10 @@ class DenseCollectives:
             dense, total = reduction.load(source, keep=True), reduction.output_buffer(result)
             mpi_calls.reduce_scatter(self.comm, dense, counts, total, reduction.datatype, reduction.op)
             reduction.store(total, output)
+
+    def reduce_scatter_list(self, output: torch.Tensor, sources: Tensors, reduction: Reduction) -> None:
+        """Reduce `sources[r]` of all ranks into rank r's output; sizes may differ between ranks."""
+        self.reduce_scatter(output, buffers.pack_all(sources), reduction, buffers.uneven_counts(sources))
 
     def _is_own_block(self, block: torch.Tensor, whole: torch.Tensor) -> bool:
         """Return whether a block is in its place in a tensor with a block for each rank."""
@@ -225,7 +229,9 @@ class DenseCollectives:
 
     @property
     def _slots(self) -> NativeSlots:
-        return self.node.slots
+        slots = self.node.slots
+        assert slots is not None, "the algorithm is SLOTS"
+        return slots
 
     # -- lists ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 A synchronous collective is one blocking MPI call on the caller's thread. An asynchronous collective is queued for the
 group's worker thread; later collectives queue behind it until the worker is idle, so each rank keeps the order of its
-calls. Point-to-point messages are MPI requests (pending_messages.py).
+calls. Point-to-point messages are MPI requests (messages.py).
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.backend import future_callbacks, torch_internals
-from mpicomm.backend.collective import Collective
-from mpicomm.backend.debug_check import DebugCheck
+from mpicomm.backend.algorithms import AlgorithmSelector
+from mpicomm.backend.dense_collectives import DenseCollectives
 from mpicomm.backend.future_callbacks import OrderedFuture
-from mpicomm.backend.gpu_transport import Transport
 from mpicomm.backend.group_state import GroupState
-from mpicomm.backend.pending_messages import PendingMessages
-from mpicomm.backend.profiling import Profiler
+from mpicomm.backend.messages import PendingMessages
+from mpicomm.backend.monitored import MonitoredBarrier
+from mpicomm.backend.operations import Collective
+from mpicomm.backend.staging import Transport
 from mpicomm.backend.work import CompletedWork, QueuedWork, WorkBatch
 from mpicomm.backend.worker_thread import Worker, require_threads
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.settings import Settings
-from mpicomm.watchdog import flight_recorder
+from mpicomm.watchdog import flight_recorder, rank_failures
 from mpicomm.watchdog.flight_recorder import Operation
 
 if TYPE_CHECKING:
@@ -55,23 +56,24 @@ class Executor:
     """Runs the operations of one group, on the group's own communicator."""
 
     def __init__(
-        self, comm: Intracomm, record: flight_recorder.Group, settings: Settings, on_close: Callable[[], None]
+        self, comm: Intracomm, record: flight_recorder.Group, settings: Settings, transport: Transport
     ) -> None:
-        """Prepare to run operations.
-
-        Args:
-            on_close: Called when the group is destroyed, before its communicator is freed (collective).
-        """
-        self._comm = comm
-        self._on_close = on_close
-        self._record = record
-        self._debug_check = DebugCheck(comm, list(record.ranks)) if settings.compares_calls else None
+        """Prepare to run operations on a communicator of the group's own, which this frees."""
+        self.comm = comm
+        self.record = record
+        self.transport = transport
+        self.node = AlgorithmSelector(comm, record, settings)
+        self.dense = DenseCollectives(comm, self.node)
+        self._compares_calls = settings.compares_calls
         # Whether collectives run without a preceding check or barrier.
-        self._is_simple = self._debug_check is None and not settings.raises_timeouts
+        self._is_simple = not settings.compares_calls and not settings.raises_timeouts
         self._state = GroupState(comm, record, raises_timeouts=settings.raises_timeouts)
-        self.profiler = Profiler()
+        self.backend_name = "mpicomm"
+        """The prefix of spans in torch's profiler; the process group sets it."""
+
         self.batch = WorkBatch()
-        self.messages = PendingMessages(self._state, self.profiler, self.batch)
+        self.messages = PendingMessages(comm, transport, self._state, self.batch)
+        self._monitored = MonitoredBarrier(comm)
         self._turn = threading.Lock()  # MPI requires collective calls on one communicator to be serialised
         self._try_turn, self._give_turn_back = self._turn.acquire, self._turn.release
         self._starting = threading.Lock()
@@ -79,19 +81,22 @@ class Executor:
         # The last works of few elements, alive after their callers have dropped them: DDP's `join` passes a work to C++
         # and drops it. C++ calls it at the end of the next backward pass, and finds no methods without its Python part.
         self._kept: collections.deque[QueuedWork] = collections.deque(maxlen=_KEPT)
+        # Whether an unmatched message or receive remains. MPICH 4.0 reuses the context ID of a freed communicator for
+        # the next one, and then matches messages across the two (seen in 4.0.2, not in 5.0).
         self._keeps_communicator = False
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
-    def submit(self, collective: Collective, transport: Transport, opts: CallOptions) -> Any:
+    def submit(self, collective: Collective, opts: CallOptions) -> Any:
         """Record a collective operation and start it; return its work."""
         self._state.check_open()
-        call = collective.prepared(transport)
+        call = collective.prepared(self.transport)
         if torch_internals.is_profiling():
-            inputs = collective.compared if collective.inputs is None else collective.inputs
-            call = self.profiler.spanned(call, collective.name, inputs)
+            call = _spanned(
+                call, torch_internals.start_event(f"{self.backend_name}:{collective.name}", collective.inputs)
+            )
         dtype = collective.compared[0].dtype
-        signature = "" if self._debug_check is None else collective.signature
+        signature = collective.signature if self._compares_calls else ""
         results = list(collective.results)
         return self._submit(collective.name, dtype, collective.count, collective.root, opts, results, call, signature)
 
@@ -116,7 +121,8 @@ class Executor:
             return None
         needs_mode = results and results[0].is_inference() and not torch.is_inference_mode_enabled()
         if opts.asyncOp or needs_mode or not self._take_turn():
-            self._state.check_open()
+            if not self._is_usable():
+                self._state.check_open()
             # The caller may change its lists before the operation runs.
             kept = [list(each) if type(each) is list else each for each in arguments]
             return self._submit(name, dtype, count, root, opts, list(results), functools.partial(run, *kept), "")
@@ -138,10 +144,30 @@ class Executor:
         work.tensors = results
         return work
 
+    def barrier(self, opts: CallOptions) -> Any:
+        """Wait for every rank, for at most the timeout of the options, or of the group (collective)."""
+        self._state.check_open()
+        return self._submit("barrier", None, 0, None, opts, [], _nothing, "barrier")
+
+    def monitored_barrier(self, seconds: float, *, names_all: bool) -> None:
+        """Wait for all ranks; the error on rank 0 lists the missing ranks, and the group stays usable."""
+        self._state.check_open()
+        # A message: it has no sequence number. It raises its own error, so the watchdog must not end the job.
+        operation = flight_recorder.note(self.record, "monitored_barrier", None, 0, None, True, True)
+        operation.limit = None
+        try:
+            self._monitored.wait(seconds, names_all=names_all)
+        except RuntimeError as error:
+            rank_failures.check(error)
+            self._keeps_communicator = True  # a late rank may still send a message that this rank does not receive
+            raise
+        finally:
+            operation.finish()
+
     def _submit(
         self,
         name: str,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         count: int,
         root: int | None,
         opts: CallOptions,
@@ -149,80 +175,51 @@ class Executor:
         call: Callable[[], None],
         signature: str,
     ) -> Any:
-        """Record a call, and run it now or queue it."""
+        """Record a call; run it now, or queue it behind the operations that are already queued.
+
+        Args:
+            signature: Text that must be equal on all ranks; used only if the ranks compare their calls.
+
+        Returns:
+            The work; already completed if the operation is synchronous.
+        """
         if torch.is_inference_mode_enabled() or (results and results[0].is_inference()):
             call = functools.partial(_in_inference_mode, call)
         runs_here = self._runs_here(opts.asyncOp)
         operation = self._note(name, dtype, count, root, opts, runs_here)
-        return self._start(operation, call, results, opts.asyncOp, signature, self._wait_limit(operation), runs_here)
+        run = functools.partial(self._run, operation, call, signature, self._wait_limit(operation))
+        if runs_here:
+            run()
+            return CompletedWork.of(results)
+        work = QueuedWork(results, operation, self)
+        if count <= _FEW and all([each.numel() <= _FEW for each in results]):  # noqa: C419  faster
+            self._kept.append(work)
+        self.batch.add(work)
+        # Submit last: the worker thread then competes for the GIL.
+        is_long = dtype is not None and count * dtype.itemsize >= _LONG_BYTES
+        after = future_callbacks.before(self) if future_callbacks.pending else ()
+        self._get_worker().submit(run, work, after, is_long=is_long)
+        if not opts.asyncOp:
+            work.wait()
+        return work
 
     def _note(
         self, name: str, dtype: torch.dtype | None, count: int, root: int | None, opts: CallOptions, is_running: bool
     ) -> Operation:
         """Record a call, with its own timeout if it has one."""
-        operation = flight_recorder.note(self._record, name, dtype, count, root, False, is_running)
+        operation = flight_recorder.note(self.record, name, dtype, count, root, False, is_running)
         if (timeout := opts.timeout) > _NO_TIME:
             operation.limit = timeout.total_seconds()
         return operation
 
-    def barrier(self, opts: CallOptions) -> Any:
-        """Wait for every rank, for at most the timeout of the options, or of the group (collective)."""
-        self._state.check_open()
-        runs_here = self._runs_here(opts.asyncOp)
-        operation = self._note("barrier", None, 0, None, opts, runs_here)
-        seconds, operation.limit = operation.limit, None  # TimeoutError is raised instead
-        return self._start(operation, _nothing, [], opts.asyncOp, "barrier", seconds, runs_here)
-
-    def note_own(self, name: str) -> Operation:
-        """Record an operation that the caller implements with its own messages and finishes itself.
-
-        The operation has no sequence number and no timeout in the watchdog.
-        """
-        self._state.check_open()
-        operation = flight_recorder.note(self._record, name, None, 0, None, True, True)
-        operation.limit = None
-        return operation
-
     def _wait_limit(self, operation: Operation) -> float | None:
         """Return the timeout in seconds of the interruptible barrier before the operation; None for no barrier."""
+        if operation.name == "barrier":  # raises TimeoutError; the watchdog must not end the job
+            seconds, operation.limit = operation.limit, None
+            return seconds
         if self._state.raises_timeouts:
             return operation.limit
-        return math.inf if self._debug_check is not None else None
-
-    def _start(
-        self,
-        operation: Operation,
-        call: Callable[[], None],
-        results: list[torch.Tensor],
-        is_async: bool,
-        signature: str,
-        wait_limit: float | None,
-        runs_here: bool,
-    ) -> Any:
-        """Run `call` now, or queue it behind the operations that are already queued.
-
-        Args:
-            signature: Text that must be equal on all ranks; used only if the ranks compare their calls.
-            wait_limit: Timeout in seconds of the barrier before the call; None for no barrier.
-            runs_here: Whether to run `call` now, on this thread.
-
-        Returns:
-            The work; already completed if the operation is synchronous.
-        """
-        if runs_here:
-            self._run(operation, call, signature, wait_limit)
-            return CompletedWork.of(results)
-        work = QueuedWork(results, operation, self)
-        if operation.count <= _FEW and all([each.numel() <= _FEW for each in results]):  # noqa: C419  faster
-            self._kept.append(work)
-        self.batch.add(work)
-        run = functools.partial(self._run, operation, call, signature, wait_limit)
-        # Submit last: the worker thread then competes for the GIL.
-        is_long = operation.dtype is not None and operation.count * operation.dtype.itemsize >= _LONG_BYTES
-        self._get_worker().submit(run, work, future_callbacks.before(self), is_long=is_long)
-        if not is_async:
-            work.wait()
-        return work
+        return math.inf if self._compares_calls else None
 
     def _run(self, operation: Operation, call: Callable[[], None], signature: str, wait_limit: float | None) -> None:
         """Run a collective under the lock, and record its end."""
@@ -232,8 +229,8 @@ class Executor:
             with self._turn:
                 if wait_limit is not None:
                     self._state.wait_for_all(operation, wait_limit)
-                if self._debug_check is not None:
-                    self._debug_check.check(signature, operation)
+                if self._compares_calls:
+                    self._state.compare_calls(signature, operation)
                 call()
         except BaseException as error:
             if operation.start is not None:
@@ -246,9 +243,13 @@ class Executor:
     def _take_turn(self) -> bool:
         """Acquire the lock for a collective if nothing is queued; return whether that succeeded."""
         worker = self._worker
-        if (worker is not None and (worker.is_current_thread or not worker.is_idle)) or future_callbacks.may_matter():
+        if (worker is not None and worker.jobs) or future_callbacks.pending or future_callbacks.message_threads:
             return False
-        return self._state.is_usable and self._try_turn(False)
+        return self._is_usable() and self._try_turn(False)
+
+    def _is_usable(self) -> bool:
+        """Return whether operations can run."""
+        return self._state.is_open and not self.record.broken
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that timed out; the group becomes unusable."""
@@ -279,11 +280,9 @@ class Executor:
         """
         flight_recorder.refuse_children()
         worker = self._worker
-        if worker is None or work.is_completed():
+        if worker is None:
             return
-        if worker.is_current_thread:
-            worker.run_until(work.is_completed)
-        elif may_block:
+        if may_block or worker.is_current_thread:
             worker.run_for(work)
         else:
             worker.hurry()
@@ -297,12 +296,12 @@ class Executor:
 
     def drain(self) -> None:
         """Wait until all queued operations have run."""
-        if self._worker is not None and not self._record.broken:
+        if self._worker is not None and not self.record.broken:
             self._worker.wait_until_idle()
 
     def advance(self) -> None:
         """Drive the progress of messages in flight."""
-        if self._state.is_usable:
+        if self._is_usable():
             self.messages.advance()
 
     def is_sending(self) -> bool:
@@ -318,12 +317,12 @@ class Executor:
         if mpi.is_abandoned() or self.is_stuck():
             mpi.abandon()
             return
-        operation = flight_recorder.note(self._record, "destroy", None, 0, None, False, True)
+        operation = flight_recorder.note(self.record, "destroy", None, 0, None, False, True)
         try:
             self._take_down()
         finally:
             operation.finish()
-            self._record.is_closed = True
+            self.record.is_closed = True
 
     def abort(self) -> None:
         """Abort the group without waiting for other ranks; operations in progress may never complete."""
@@ -334,7 +333,7 @@ class Executor:
         self._state.break_by("it was aborted")
         # 2. fail the queued operations and the in-flight messages
         self.messages.stop()
-        error = MpicommError(f"group {self._record.name} was aborted before the operation completed.\nEnd the job.")
+        error = MpicommError(f"group {self.record.name} was aborted before the operation completed.\nEnd the job.")
         if self._worker is not None:
             self._worker.give_up(error)
         if not self._is_at_rest():
@@ -359,20 +358,12 @@ class Executor:
         # 2. release the shared memory, unless a thread still uses it
         worker = self._worker
         if worker is None or mpi.poll(lambda: worker.is_idle, _LATE_SECONDS):
-            self._on_close()
-            mpi.free(self._comm)
+            self.node.close()
+            mpi.free(self.comm)
 
     def is_stuck(self) -> bool:
         """Return whether an operation of a broken group is still not complete, after a grace period."""
-        return bool(self._record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS)
-
-    def keep_communicator(self) -> None:
-        """Never free the communicator: an unmatched message or receive remains on it.
-
-        MPICH 4.0 reuses the context ID of a freed communicator for the next one, and then matches messages across the
-        two (seen in 4.0.2, not in 5.0).
-        """
-        self._keeps_communicator = True
+        return bool(self.record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS)
 
     def _take_down(self) -> None:
         self._kept.clear()
@@ -380,23 +371,24 @@ class Executor:
             self._worker.stop()
         self.messages.stop()
         if not self.messages.finish():
-            self.keep_communicator()
-        self._on_close()
+            self._keeps_communicator = True
+        self.node.close()
         if not self._keeps_communicator:
-            mpi.free(self._comm)
+            mpi.free(self.comm)
 
     def _is_at_rest(self) -> bool:
         """Return whether no MPI call of a broken group is pending."""
         return not self._state.has_outstanding() and (self._worker is None or self._worker.is_idle)
 
     def _runs_here(self, is_async: bool) -> bool:
-        future_callbacks.refuse_in_messages()
-        worker = self._worker
-        if worker is not None and worker.is_current_thread:
+        thread, worker = future_callbacks.this_thread, self._worker
+        if thread.runs_messages:
+            future_callbacks.refuse_in_messages()
+        if thread.runs_queue and worker is not None and worker.is_current_thread:
             return True  # a callback: queueing an operation and waiting for it would deadlock
-        if (callback := future_callbacks.current()) is not None:
+        if thread.callback is not None:
             if worker is not None:
-                worker.wait_for_place_of(callback)
+                worker.wait_for_place_of(thread.callback)
             return True
         return not is_async and (worker is None or worker.is_idle) and not future_callbacks.before(self)
 
@@ -404,8 +396,20 @@ class Executor:
         with self._starting:
             if self._worker is None:
                 require_threads()
-                self._worker = Worker(f"mpicomm-worker-{self._record.name}")
+                self._worker = Worker(f"mpicomm-worker-{self.record.name}")
             return self._worker
+
+
+def _spanned(call: Callable[[], None], span: Any) -> Callable[[], None]:
+    """Return a call that ends a span of torch's profiler."""
+
+    def ending() -> None:
+        try:
+            call()
+        finally:
+            torch_internals.end_event(span)
+
+    return ending
 
 
 def _in_inference_mode(call: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm.backend import reductions, torch_internals
-from mpicomm.backend.operations import Operations
+from mpicomm.backend.executor import Executor
 from mpicomm.backend.reductions import Reduction
 from mpicomm.backend.torch_internals import (
     AllgatherOptions,
@@ -42,15 +42,15 @@ Work = CompletedWork | QueuedWork | None
 class FastPath:
     """The collectives of one group on plain tensors.
 
-    Every method takes the arguments of the method of `MPIProcessGroup` that has its name. It returns the work
-    (collective); or None, without side effects, if the call does not qualify.
+    Every method takes the arguments of the operation that has its name in the table of operations.py. It returns the
+    work (collective); or None, without side effects, if the call does not qualify.
     """
 
-    def __init__(self, operations: Operations) -> None:
-        self._dense = operations.dense
-        self._transport = operations.transport
-        self._submit = operations.executor.submit_plain
-        self._rank, self._size = operations.comm.rank, operations.comm.size
+    def __init__(self, executor: Executor) -> None:
+        self._dense = executor.dense
+        self._transport = executor.transport
+        self._submit = executor.submit_plain
+        self._rank, self._size = executor.comm.rank, executor.comm.size
         self._plans = [
             {dtype: reductions.plan(op, dtype, self._size, "all_reduce") for dtype in _dtypes_of(op)}
             for op in torch_internals.reduce_ops()

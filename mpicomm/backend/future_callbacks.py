@@ -18,14 +18,15 @@ from typing import Any, Protocol
 
 import torch
 
-from mpicomm.backend import backward_errors, torch_internals
+from mpicomm.backend import torch_internals
 from mpicomm.errors import MpicommError
+from mpicomm.watchdog import rank_failures
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-_pending: list[FutureCallback] = []
+pending: list[FutureCallback] = []
 """The callbacks that have not run, of all groups and threads, in the order of registration."""
-_message_threads: list[None] = []
+message_threads: list[None] = []
 """One entry for each thread that is running callbacks of point-to-point messages."""
 
 
@@ -76,8 +77,8 @@ class FutureCallback:
         finally:
             this_thread.callback = outer
             with _lock:
-                if self in _pending:
-                    _pending.remove(self)
+                if self in pending:
+                    pending.remove(self)
             self.has_ended.set()
 
 
@@ -96,7 +97,7 @@ class OrderedFuture(torch.futures.Future[Any]):
         super().__init__(devices=torch_internals.gpus_of(tensors))
         self._queue = queue
         self._tensors = tensors
-        self._passes = backward_errors.running() if torch_internals.is_in_backward() else None
+        self._passes = running_passes() if torch_internals.is_in_backward() else None
 
     def set_exception(self, error: Exception) -> None:
         """Complete the future with an error; a backward pass in which it was created raises the error, too."""
@@ -148,11 +149,11 @@ def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future
 def of_messages() -> Iterator[None]:
     """Mark this thread as running callbacks of messages and no others; messages complete in any order."""
     this_thread.runs_messages = True
-    _message_threads.append(None)
+    message_threads.append(None)
     try:
         yield
     finally:
-        _message_threads.pop()
+        message_threads.pop()
 
 
 def refuse_in_messages() -> None:
@@ -184,13 +185,13 @@ def add(queue: Any, run: Callable[[], None]) -> tuple[FutureCallback, list[Futur
     callback = FutureCallback(queue, run)
     with _lock:
         earlier = _of_others(queue)
-        _pending.append(callback)
+        pending.append(callback)
     return callback, earlier
 
 
 def before(queue: Any) -> list[FutureCallback]:
     """Return the pending callbacks of other groups that must run before the next call of this thread."""
-    if not _pending or is_inside_callback():
+    if not pending or is_inside_callback():
         return []
     with _lock:
         return _of_others(queue)
@@ -198,13 +199,53 @@ def before(queue: Any) -> list[FutureCallback]:
 
 def _of_others(queue: Any) -> list[FutureCallback]:
     thread = threading.get_ident()
-    return [each for each in _pending if each.thread == thread and each.queue is not queue]
-
-
-def may_matter() -> bool:
-    """Return whether a callback is pending, or a callback of a message is running."""
-    return bool(_pending or _message_threads)
+    return [each for each in pending if each.thread == thread and each.queue is not queue]
 
 
 def _nothing() -> None:
     """Do nothing, in place of a callback that has run."""
+
+
+# -- errors in backward passes -----------------------------------------------------------------------------------------
+# DDP reduces gradients in the backward pass. Its C++ code gets the tensors of an operation that failed, as of one that
+# succeeded (`torch_internals.set_error`): the pass raises the error when it ends.
+
+_errors: dict[int, list[Exception]] = {}
+"""The errors of operations that the running backward passes started, by the thread that called the pass."""
+
+
+def watch_backward() -> None:
+    """Check every later backward pass."""
+    torch_internals.check_backward(_checked)
+
+
+def running_passes() -> Sequence[list[Exception]]:
+    """Return the lists of errors of the backward passes to which an operation that starts now may belong.
+
+    On CPUs, the thread that called a pass also runs it. For each GPU there is one thread of torch for the passes of all
+    threads: each of them raises the error.
+    """
+    own = _errors.get(threading.get_ident())
+    return list(_errors.values()) if own is None else [own]
+
+
+@contextlib.contextmanager
+def _checked() -> Iterator[None]:
+    thread = threading.get_ident()
+    errors = _errors[thread] = []
+    try:
+        yield
+    except Exception as error:
+        _check(errors, error)
+        raise
+    else:
+        _check(errors, None)
+    finally:
+        del _errors[thread]
+
+
+def _check(errors: Sequence[Exception], error: Exception | None) -> None:
+    """Raise the first error of a pass: later operations fail because the group is broken by then."""
+    rank_failures.check(error)
+    if errors and errors[0] is not error:
+        raise errors[0] from error

@@ -7,18 +7,17 @@ group creation passes.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from mpicomm import agreement
-from mpicomm.backend import buffers, checks, gpu_probe
+from mpicomm.backend import checks, gpu_probe
 from mpicomm.backend.buffers import Tensors
-from mpicomm.backend.staging import Call, Make, Staged, Use
+from mpicomm.backend.staging import Call, Make, Staged, Transport, Use
 from mpicomm.settings import Settings
 
 if TYPE_CHECKING:
@@ -28,58 +27,7 @@ _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NOT_EXPORTED = ("expandable_segments:True", "backend:cudaMallocAsync")
 
 
-class Transport(Protocol):
-    """Makes the tensors of a group accessible to MPI."""
-
-    @property
-    def whole_bytes(self) -> float:
-        """Size in bytes up to which a CPU tensor goes to MPI in one piece, whatever the devices of the other ranks."""
-
-    def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, num_blocks: int | None = 1) -> Call:
-        """Return a call that runs an operation.
-
-        Args:
-            make: Takes tensors in memory that MPI can access; returns the call that runs the operation on them.
-            tensors: The tensors of the operation, on any device.
-            uses: How the operation accesses each tensor.
-            num_blocks: The maximum number of per-rank blocks of a tensor, over all ranks; None if some ranks do not
-                know its size.
-        """
-
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a dense tensor with the content of `tensor`, in memory that MPI can access."""
-
-    def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
-        """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
-
-
-class NoTransport:
-    """Passes the tensors themselves: MPI can access their memory."""
-
-    whole_bytes = math.inf
-
-    def prepare(
-        self,
-        make: Make,
-        tensors: Tensors,
-        uses: Sequence[Use],  # noqa: ARG002  a parameter of the protocol, as the next
-        *,
-        num_blocks: int | None = 1,  # noqa: ARG002
-    ) -> Call:
-        """Return a call that runs the operation on the tensors themselves."""
-        return make(*tensors)
-
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a dense tensor with the content of `tensor`."""
-        return buffers.pack(tensor)
-
-    def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
-        """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
-        output_buffer = buffers.output_buffer(tensor)
-        return output_buffer, lambda: buffers.unpack(output_buffer, tensor)
-
-
-class GPUDirect(NoTransport):
+class GPUDirect(Transport):
     """Passes GPU addresses to a GPU-aware MPI; synchronises streams, since MPI does not order its calls by them."""
 
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, num_blocks: int | None = 1) -> Call:
@@ -112,7 +60,7 @@ class GPUDirect(NoTransport):
         return super().expect(tensor)
 
 
-NO_TRANSPORT = NoTransport()
+NO_TRANSPORT = Transport()
 
 
 _has_passed = False  # whether the test has passed on all ranks of a group of this rank

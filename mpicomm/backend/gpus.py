@@ -68,28 +68,25 @@ class ThreadDevice:
     """
 
     def __init__(self) -> None:
-        self._device: torch.device | None = None
+        self.device: torch.device | None = None
+        """The recorded GPU; None if CUDA was not in use so far."""
+
         self._is_entered = False
         self.note()
 
     def note(self) -> None:
         """Record the current GPU of the calling thread, if CUDA is initialised and no GPU is recorded."""
-        if self._device is None and torch.cuda.is_initialized():
-            self._device = torch.device("cuda", torch.cuda.current_device())
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a GPU is recorded."""
-        return self._device is not None
+        if self.device is None and torch.cuda.is_initialized():
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     def enter(self) -> None:
         """Switch the calling thread to the recorded GPU, and to a stream of its own.
 
         All threads start with the same default stream; synchronising it would wait for the work of the main thread.
         """
-        if self._is_entered or self._device is None:
+        if self._is_entered or self.device is None:
             return
         self._is_entered = True
-        prepare_thread_for_events(self._device)
-        torch.cuda.set_stream(own_stream(self._device))
-        torch.cuda.current_stream(self._device).synchronize()  # creates the context of the thread
+        prepare_thread_for_events(self.device)
+        torch.cuda.set_stream(own_stream(self.device))
+        torch.cuda.current_stream(self.device).synchronize()  # creates the context of the thread

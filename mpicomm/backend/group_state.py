@@ -1,12 +1,12 @@
-"""The state of a group on this rank: open, destroyed or broken, and the errors that break it."""
+"""The state of a group on this rank: open, destroyed or broken; the errors that break it, and the checks of calls."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
 
-from mpicomm import mpi
-from mpicomm.errors import MpicommError
+from mpicomm import agreement, mpi
+from mpicomm.errors import MismatchError, MpicommError, raised_on_all_ranks
 from mpicomm.watchdog import agent, flight_recorder, hang_report, rank_failures
 from mpicomm.watchdog.flight_recorder import Operation
 
@@ -47,11 +47,6 @@ class GroupState:
         self.is_open = True
         self._comm = comm
         self._outstanding: list[Request] = []  # barriers that timed out; MPI cannot cancel them
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether operations can run."""
-        return self.is_open and not self.record.broken
 
     def check_open(self) -> None:
         """Check that the group can be used.
@@ -108,6 +103,35 @@ class GroupState:
         if self.raises_timeouts:  # the MPI call cannot be interrupted: from here the watchdog enforces the timeout
             operation.limit = limit
             operation.extend_deadline(time.monotonic() - start)
+
+    def compare_calls(self, call: str, operation: Operation) -> None:
+        """Compare this rank's call with the calls of the other ranks, as `MPICOMM_DEBUG=1` asks (collective).
+
+        If all calls match, the ranks exchange only a digest: one all-reduce yields its minimum and maximum.
+
+        Args:
+            call: Readable text that must be equal on all ranks.
+
+        Raises:
+            MismatchError: On every rank if the calls differ; the message lists each call with its ranks.
+        """
+        signature = f"#{operation.sequence} {call}"
+        digest = agreement.digest(signature.encode())
+        if agreement.all_equal(agreement.minimum(self._comm, agreement.extremes(digest))):
+            return
+        calls = self._comm.allgather((signature, operation.where))
+        ranks = agreement.ranks_by_value(calls, list(self.record.ranks))
+        rows = [
+            f"  {hang_report.called(members)}: {signature}, at {where}"
+            for (signature, where), members in sorted(ranks.items(), key=lambda item: -len(item[1]))
+        ]
+        raise raised_on_all_ranks(
+            MismatchError(
+                "ranks call different collectives on one group, or one collective with different arguments:\n"
+                + "\n".join(rows)
+                + "\n#N counts the group's collectives.\nMake all ranks call the same operations in the same order."
+            )
+        )
 
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that timed out, and mark the group as unusable."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpicomm import mpi
-from mpicomm.backend import gpu_transport, torch_internals
-from mpicomm.backend.operations import Operations
+from mpicomm.backend import future_callbacks, gpu_transport, torch_internals
+from mpicomm.backend.executor import Executor
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.settings import Settings
 from mpicomm.watchdog import flight_recorder, rank_failures
@@ -17,23 +17,24 @@ from mpicomm.watchdog import flight_recorder, rank_failures
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_all_operations: weakref.WeakSet[Operations] = weakref.WeakSet()  # created and read on the main thread
+_executors: weakref.WeakSet[Executor] = weakref.WeakSet()  # created and read on the main thread
 
 
-def make_world(name: str, seconds: float, rank: int, size: int, *, takes_gpu_tensors: bool) -> Operations:
-    """Create the operations of the group of all ranks (collective).
+def make_by_options(options: Any, *, takes_gpu_tensors: bool) -> Executor:
+    """Create the executor of a group that torch creates (collective over its ranks).
 
     Args:
-        name: The name of the group in torch.
-        seconds: The timeout of an operation.
-        rank: The `rank` argument that torch received; -1 if none.
-        size: The `world_size` argument that torch received; -1 if none.
+        options: torch's description of the group.
         takes_gpu_tensors: Whether MPI also handles GPU tensors.
 
     Raises:
-        MpicommError: If `rank` and `size` contradict MPI.
+        MpicommError: If the arguments `rank` and `world_size` of `init_process_group` contradict MPI.
     """
-    world = mpi.job_comm(by_all=True)
+    future_callbacks.watch_backward()
+    name, seconds = options.group_id, options.timeout.total_seconds()
+    if ranks := list(options.global_ranks_in_group):
+        return make(name, ranks, seconds, takes_gpu_tensors=takes_gpu_tensors)
+    rank, size, world = options.group_rank, options.group_size, mpi.job_comm(by_all=True)
     if (rank, size) not in ((world.rank, world.size), (-1, -1)):
         raise MpicommError(
             f"torch.distributed received rank {rank} of {size}, but the MPI rank is {world.rank} of {world.size}.\n"
@@ -43,8 +44,8 @@ def make_world(name: str, seconds: float, rank: int, size: int, *, takes_gpu_ten
     return _make(record, world.Dup, takes_gpu_tensors)
 
 
-def make(name: str, ranks: Sequence[int], seconds: float, *, takes_gpu_tensors: bool) -> Operations:
-    """Create the operations of a group of some ranks (collective over these ranks only).
+def make(name: str, ranks: Sequence[int], seconds: float, *, takes_gpu_tensors: bool) -> Executor:
+    """Create the executor of a group of some ranks (collective over these ranks only).
 
     Args:
         name: The name of the group in torch.
@@ -56,7 +57,7 @@ def make(name: str, ranks: Sequence[int], seconds: float, *, takes_gpu_tensors: 
     return _make(record, lambda: _make_comm(name, ranks), takes_gpu_tensors)
 
 
-def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], takes_gpu_tensors: bool) -> Operations:
+def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], takes_gpu_tensors: bool) -> Executor:
     flight_recorder.refuse_children()
     settings = Settings.from_environ(os.environ)
     record.sequence = -1  # the creation of a group is its operation 0, as a rank may never reach it
@@ -69,9 +70,9 @@ def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], tak
         raise
     finally:
         operation.finish()
-    operations = Operations(comm, record, settings, transport)
-    _all_operations.add(operations)
-    return operations
+    executor = Executor(comm, record, settings, transport)
+    _executors.add(executor)
+    return executor
 
 
 def _make_comm(name: str, ranks: Sequence[int]) -> Intracomm:
@@ -85,8 +86,8 @@ def _make_comm(name: str, ranks: Sequence[int]) -> Intracomm:
 
 def drain() -> None:
     """Wait until all operations that this rank has queued, on any group, have run."""
-    for operations in list(_all_operations):
-        operations.executor.drain()
+    for executor in list(_executors):
+        executor.drain()
 
 
 def end_all(error: RankFailedError, cause: str) -> None:
@@ -96,22 +97,22 @@ def end_all(error: RankFailedError, cause: str) -> None:
         error: The error of operations that have not completed.
         cause: Why the groups cannot be used any more, for later calls.
     """
-    for operations in list(_all_operations):
-        operations.executor.end(error)
+    for executor in list(_executors):
+        executor.end(error)
     flight_recorder.end_all(cause)
 
 
 def is_stuck() -> bool:
     """Return whether an operation of a broken group of this rank is still not complete."""
-    return any(operations.executor.is_stuck() for operations in list(_all_operations))
+    return any(executor.is_stuck() for executor in list(_executors))
 
 
 def are_sending() -> bool:
     """Return whether messages that this rank sent are still in flight."""
-    return any(operations.executor.is_sending() for operations in list(_all_operations))
+    return any(executor.is_sending() for executor in list(_executors))
 
 
 def advance() -> None:
     """Drive the progress of in-flight messages of all groups."""
-    for operations in list(_all_operations):
-        operations.executor.advance()
+    for executor in list(_executors):
+        executor.advance()

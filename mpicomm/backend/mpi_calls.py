@@ -27,6 +27,8 @@ Spec = tuple[object, int, "Datatype"]
 
 _INT_MAX = 2**31 - 1
 
+_api = functools.cache(mpi.api)  # without a Python call: every operation needs its constants
+
 _abandoned: list[object] = []
 """Requests of interrupted operations, and their tensors."""
 
@@ -34,7 +36,7 @@ _abandoned: list[object] = []
 @functools.cache
 def largest_count() -> int:
     """Return the largest element count of one MPI call."""
-    return 2**63 - 1 if mpi.api().Get_version()[0] >= 4 else _INT_MAX
+    return 2**63 - 1 if _api().Get_version()[0] >= 4 else _INT_MAX
 
 
 @functools.cache
@@ -44,14 +46,14 @@ def reduces_in_place() -> bool:
     In MPICH 4.0 another rank crashes if the root is not rank 0 and the tensor has more than 2 KiB (seen in 4.0.2, not
     in 5.0).
     """
-    vendor, version = mpi.api().get_vendor()
+    vendor, version = _api().get_vendor()
     return vendor != "MPICH" or version[:2] != (4, 0)
 
 
 @functools.cache
 def largest_tag() -> int:
     """Return the largest tag for user messages; the two larger ones are reserved for internal messages."""
-    api = mpi.api()
+    api = _api()
     return api.COMM_WORLD.Get_attr(api.TAG_UB) - 2
 
 
@@ -66,7 +68,7 @@ def tag_of_barrier() -> int:
 def all_reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op) -> None:
     """Reduce in place, with the result on all ranks."""
     for part in _parts(dense):
-        comm.Allreduce(mpi.api().IN_PLACE, spec(part, datatype), op)
+        comm.Allreduce(_api().IN_PLACE, spec(part, datatype), op)
 
 
 def reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op, root: int) -> None:
@@ -74,7 +76,7 @@ def reduce(comm: Intracomm, dense: torch.Tensor, datatype: Datatype, op: Op, roo
     for part in _parts(dense):
         if comm.rank == root:
             source = part.detach().clone() if root and not reduces_in_place() else None
-            send_buffer = mpi.api().IN_PLACE if source is None else spec(source, datatype)
+            send_buffer = _api().IN_PLACE if source is None else spec(source, datatype)
             comm.Reduce(send_buffer, spec(part, datatype), op, root)
         else:
             comm.Reduce(spec(part, datatype), None, op, root)
@@ -127,9 +129,9 @@ def all_gather(comm: Intracomm, result: torch.Tensor, counts: Sequence[int] | No
         for root, block in _blocks(result, counts, comm.size).items():
             broadcast(comm, block, root)
     elif counts is None:
-        comm.Allgather(mpi.api().IN_PLACE, _blocks_spec(result, comm.size))
+        comm.Allgather(_api().IN_PLACE, _blocks_spec(result, comm.size))
     else:
-        comm.Allgatherv(mpi.api().IN_PLACE, _vector_spec(result, counts))
+        comm.Allgatherv(_api().IN_PLACE, _vector_spec(result, counts))
 
 
 def gather(comm: Intracomm, dense: torch.Tensor, result: torch.Tensor | None, counts: Sequence[int], root: int) -> None:
@@ -262,7 +264,7 @@ def _messages(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[in
         receives[comm.rank].copy_(sends[comm.rank].detach().view(-1))
     try:
         yield
-        mpi.api().Request.Waitall(requests)
+        _api().Request.Waitall(requests)
     except BaseException:
         _abandoned.append((requests, sends, receives))
         raise
@@ -275,7 +277,7 @@ def spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
     """Return mpi4py's buffer specification of a dense tensor; the tensor must outlive its use."""
     if dense.is_cuda:
         buffers.settle(dense)
-    memory = mpi.api().memory.fromaddress(dense.data_ptr(), dense.nbytes)
+    memory = _api().memory.fromaddress(dense.data_ptr(), dense.nbytes)
     return memory, dense.numel(), dtypes.carrier(dense.dtype) if datatype is None else datatype
 
 

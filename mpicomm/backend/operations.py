@@ -1,308 +1,518 @@
-"""The operations of a group: each describes its call as a `Collective`, and gives it to the executor."""
+"""The table of the collective operations of torch's process groups.
+
+Each row declares one method: its arguments, the checks of them, which tensors it reads and writes, and its algorithm.
+From a row follow the method of the process group (process_group.py) and, for each call, a `Collective`: what the
+executor runs and records, what the profiler shows, and what the ranks compare in debug mode.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from mpicomm import mpi
-from mpicomm.backend import buffers, dtypes, mpi_calls, torch_internals
+from mpicomm.backend import buffers, checks, dispatcher, dtypes, mpi_calls, reductions, torch_internals
 from mpicomm.backend.buffers import Tensors
-from mpicomm.backend.collective import Collective, CollectiveStep
 from mpicomm.backend.dense_collectives import DenseCollectives
-from mpicomm.backend.executor import CallOptions, Executor
-from mpicomm.backend.gpu_transport import Transport
-from mpicomm.backend.monitored import MonitoredBarrier
 from mpicomm.backend.reductions import Reduction
-from mpicomm.backend.shm_selector import ShmSelector
-from mpicomm.backend.staging import Use
-from mpicomm.backend.work import CompletedWork, MessageWork
-from mpicomm.settings import Settings
-from mpicomm.watchdog import flight_recorder, rank_failures
+from mpicomm.backend.staging import Call, Transport, Use
+from mpicomm.backend.torch_internals import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
-
-_READ = (Use(reads=True, writes=False),)
-_WRITTEN = (Use(reads=False, writes=True),)
-_IN_PLACE = (Use(reads=True, writes=True),)
-_SPREAD_READ = (Use(reads=True, writes=False, is_spread=True),)
-_SPREAD_WRITTEN = (Use(reads=False, writes=True, is_spread=True),)
-
-_BUFFERED_BYTES = 2**12  # MPI may copy messages of this size, and completes them at once
+# -- one call ----------------------------------------------------------------------------------------------------------
 
 
-class Operations:
-    """The operations of one group, on the group's own communicator.
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A part of a collective that runs on its own: one for each tensor of a coalesced operation."""
 
-    The caller has checked the arguments: number, shape and dtype are correct; tensors may be non-contiguous, and on the
-    host or a GPU. Operations on several tensors make one MPI call for each.
-    """
+    run: Callable[..., None]
+    """Runs the step on dense tensors in memory that MPI can access, in the order of `tensors`."""
 
-    def __init__(
-        self, comm: Intracomm, record: flight_recorder.Group, settings: Settings, transport: Transport
-    ) -> None:
-        self.comm = comm
-        self.record = record
-        self.transport = transport
-        self.node = ShmSelector(comm, record, settings)
-        self.dense = DenseCollectives(comm, self.node)
-        self.executor = Executor(comm, record, settings, self.node.close)
-        self._monitored = MonitoredBarrier(comm)
+    tensors: Tensors
+    """The tensors of the call, of any layout and on any device."""
 
-    # -- reductions ----------------------------------------------------------------------------------------------
+    uses: Sequence[Use]
+    """How the step uses each tensor."""
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, opts: CallOptions) -> Any:
-        """All-reduce a tensor in place."""
-        step = CollectiveStep(functools.partial(self.dense.all_reduce, reduction=reduction), (tensor,), _IN_PLACE)
-        collective = Collective("all_reduce", [step], [tensor], [tensor], also=reduction.name)
-        return self.executor.submit(collective, self.transport, opts)
+    num_blocks: int | None
+    """The largest number of per-rank blocks in a tensor on any rank; None if not all ranks know the tensors' sizes."""
 
-    def all_reduce_coalesced(self, tensors: Tensors, reductions: Sequence[Reduction], opts: CallOptions) -> Any:
-        """All-reduce each tensor in place."""
-        steps = [
-            CollectiveStep(functools.partial(self.dense.all_reduce, reduction=reduction), (tensor,), _IN_PLACE)
-            for tensor, reduction in zip(tensors, reductions, strict=True)
-        ]
-        return self.executor.submit(
-            Collective("all_reduce", steps, tensors, tensors, also=reductions[0].name), self.transport, opts
+    def prepared(self, transport: Transport) -> Call:
+        """Return the call that runs the step; tensors that are not dense are packed now, on the caller's thread."""
+        make = functools.partial(_packed, self.run, self.uses)
+        return transport.prepare(make, self.tensors, self.uses, num_blocks=self.num_blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One call of a collective operation."""
+
+    name: str
+    steps: Sequence[Step]
+
+    results: Tensors
+    """The tensors that the operation writes on this rank."""
+
+    inputs: Tensors
+    """The tensors that the profiler reports."""
+
+    compared: Tensors
+    """The tensors to compare between ranks: equal dtypes, and equal shapes unless `any_size`."""
+
+    root: int | None
+    also: str
+    """Further text that must be equal on all ranks."""
+
+    any_size: bool
+
+    @property
+    def count(self) -> int:
+        """The number of elements to record."""
+        return sum(tensor.numel() for tensor in self.compared)
+
+    @property
+    def signature(self) -> str:
+        """The text that must be equal on all ranks, e.g. `broadcast float32[4] (root: rank 0 of the group)`."""
+        shapes = ["" if self.any_size else str(list(tensor.shape)) for tensor in self.compared]
+        tensors = [dtypes.short(tensor.dtype) + shape for tensor, shape in zip(self.compared, shapes, strict=True)]
+        root = "" if self.root is None else f"(root: rank {self.root} of the group)"
+        return " ".join(filter(None, [self.name, self.also, ", ".join(tensors), root]))
+
+    def prepared(self, transport: Transport) -> Call:
+        """Return the call that runs all steps in order."""
+        calls = [step.prepared(transport) for step in self.steps]
+        return calls[0] if len(calls) == 1 else functools.partial(_run_all, calls)
+
+
+def _run_all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _packed(run: Callable[..., None], uses: Sequence[Use], *tensors: torch.Tensor) -> Call:
+    """Return a call that runs a step on dense tensors, with the content of those that it reads."""
+    if all(buffers.is_dense(tensor) for tensor in tensors):
+        return functools.partial(run, *tensors)
+    dense = [
+        buffers.pack(tensor) if use.reads else buffers.output_buffer(tensor)
+        for tensor, use in zip(tensors, uses, strict=True)
+    ]
+
+    def call() -> None:
+        run(*dense)
+        for buffer, tensor, use in zip(dense, tensors, uses, strict=True):
+            if use.writes:
+                buffers.unpack(buffer, tensor)
+
+    return call
+
+
+# -- rows of the table -------------------------------------------------------------------------------------------------
+
+
+class Side(enum.Enum):
+    """How an algorithm takes the outputs, or the inputs, of a call on this rank."""
+
+    NONE = "in place: the outputs are the inputs"
+    TENSOR = "one tensor"
+    BLOCKS = "one tensor with a block for each rank"
+    LIST = "a list with a tensor for each rank"
+
+
+Pairs = Sequence[tuple[Tensors, Tensors]]
+"""The outputs and the inputs of each step of a call; on ranks other than the root, its lists are empty."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A row of the table: a collective method of torch's process groups."""
+
+    method: str
+    """torch's name of the method since version 2.13; `torch_internals.RENAMED` has older ones."""
+
+    name: str
+    """Its name in the flight recorder, in the profiler and in debug mode."""
+
+    options: type
+    check: Callable[..., Pairs]
+    """Checks the arguments of a call, and returns its tensors; its parameters are those of the method."""
+
+    algorithm: Callable[..., None]
+    output: Side
+    source: Side
+    documentation: str
+    called: str = ""
+    """The function of torch.distributed that errors name; empty for `name`."""
+
+    root: str = ""
+    """The parameter of torch.distributed that selects the root, "src" or "dst"; empty for an operation without root."""
+
+    reduces: bool = False
+    lists: str = ""
+    """The parameter of torch.distributed that is the list, for errors."""
+
+    any_size: bool = False
+    """Whether the sizes of tensors may differ between ranks, and not every rank knows all of them."""
+
+    compares_outputs: bool = False
+    """Whether the ranks compare the outputs; otherwise the inputs."""
+
+    passed: Sequence[Callable[[Any], Any]] = ()
+    """For each tensor argument, the form in which torch's operator takes it; empty if torch has no operator."""
+
+    @functools.cached_property
+    def parameters(self) -> Sequence[str]:
+        """The parameters of the method before the options."""
+        code = self.check.__code__
+        return code.co_varnames[1 : code.co_argcount]
+
+    @functools.cached_property
+    def fields(self) -> Sequence[str]:
+        """The fields of the options that torch's older signatures take in place of the options, in their order."""
+        return [*(["rootRank"] if self.root else []), *(["reduceOp"] if self.reduces else []), "timeout"]
+
+    def bind(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Return the arguments of `check`, and the options, of a call of the method."""
+        count = len(self.parameters)
+        tensors = dict(zip(self.parameters, arguments, strict=False))
+        given = dict(zip(self.fields, arguments[count:], strict=False))
+        given["opts"] = arguments[count] if len(arguments) > count else None
+        for key, value in keywords.items():
+            (tensors if key in self.parameters else given)[_FIELDS.get(key, key)] = value
+        tensors = {name: tensors[name] for name in self.parameters if name in tensors}  # in their order
+        return tensors, torch_internals.options(self.options, **given)
+
+    def describe(self, dense: DenseCollectives, opts: Any, arguments: Mapping[str, Any]) -> Collective:
+        """Check the arguments of a call, before any communication, and return the call."""
+        call = _Checked(self, dense, opts)
+        pairs = self.check(call, **arguments)
+        if call.is_sparse:
+            return _sparse_all_reduce(call, pairs[0][0][0])
+        results = [tensor for outputs, _ in pairs for tensor in outputs]
+        inputs = [tensor for _, sources in pairs for tensor in sources] or results
+        if self.reduces:
+            plans = [call.plan((outputs or sources)[0].dtype) for outputs, sources in pairs]
+            steps = [call.step(*pair, reduction=plan) for pair, plan in zip(pairs, plans, strict=True)]
+            call.also = plans[0].name
+        else:
+            steps = [call.step(*pair) for pair in pairs]
+        compared = results if self.compares_outputs else inputs
+        return Collective(self.name, steps, results, inputs, compared, call.root, call.also, call.any_size)
+
+
+_FIELDS = {"op": "reduceOp", "root": "rootRank"}
+"""The fields of options by their names in torch's older signatures."""
+
+
+class _Checked:
+    """One call, whose arguments are checked by the functions below; each error names the operation and the argument."""
+
+    def __init__(self, row: Operation, dense: DenseCollectives, opts: Any) -> None:
+        self.row, self.dense, self.opts = row, dense, opts
+        self.rank, self.size = dense.comm.rank, dense.comm.size
+        self.called = row.called or row.name
+        self.root = checks.rank(opts.rootRank, self.size, self.called, row.root) if row.root else None
+        self.is_root = self.root in (None, self.rank)  # without a root, every rank has the tensors of a root
+        self.any_size = row.any_size
+        self.is_sparse = False
+        self.also = ""
+        self.counts: dict[str, Sequence[int]] = {}
+
+    def plan(self, dtype: torch.dtype) -> Reduction:
+        """Return how to reduce tensors of a dtype."""
+        return reductions.plan(self.opts.reduceOp, dtype, self.size, self.called, is_sparse=self.is_sparse)
+
+    def step(self, outputs: Tensors, sources: Tensors, **settings: Any) -> Step:
+        """Return the step of the call on one pair of outputs and inputs."""
+        row = self.row
+        settings |= self.counts | ({} if self.root is None else {"root": self.root})
+        run = functools.partial(row.algorithm, self.dense, **settings)
+        if row.source is Side.NONE:
+            if row.reduces:
+                use = Use(reads=True, writes=self.is_root)
+            else:  # broadcast
+                use = Use(reads=self.is_root, writes=not self.is_root)
+            return Step(run, outputs, (use,), 1)
+        output_use = Use(reads=False, writes=True, is_spread=row.output is Side.BLOCKS and not self.any_size)
+        source_use = Use(reads=True, writes=False, is_spread=row.source is Side.BLOCKS and not self.any_size)
+        uses = [*[output_use] * len(outputs), *[source_use] * len(sources)]
+        # Ranks that know each other's sizes cut their tensors alike where they are staged in chunks.
+        blocks = outputs if row.output is Side.LIST else sources if row.source is Side.LIST else ()
+        is_even = not self.any_size and buffers.uneven_counts(blocks) is None
+
+        def run_on_sides(*tensors: torch.Tensor) -> None:
+            of_outputs, of_sources = tensors[: len(outputs)], tensors[len(outputs) :]
+            run(
+                of_outputs if row.output is Side.LIST else next(iter(of_outputs), None),
+                of_sources if row.source is Side.LIST else of_sources[0],
+            )
+
+        return Step(run_on_sides, [*outputs, *sources], uses, self.size if is_even else None)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _in_place(call: _Checked, tensors: Any) -> Pairs:
+    return [([checks.single_written(tensors, call.called)], [])]
+
+
+def _in_place_or_sparse(call: _Checked, tensors: Any) -> Pairs:
+    tensor = tensors if isinstance(tensors, torch.Tensor) else checks.only(tensors, call.called)
+    if getattr(tensor, "layout", None) != torch.sparse_coo:
+        return [([checks.written(tensor, call.called)], [])]
+    call.is_sparse = True
+    return [([checks.on_known_device(tensor, call.called)], [])]
+
+
+def _all_in_place(call: _Checked, tensors: Tensors) -> Pairs:
+    tensors = [checks.written(tensor, call.called) for tensor in checks.some(tensors, call.called)]
+    checks.distinct(tensors, call.called, "tensors")
+    return [([tensor], []) for tensor in tensors]
+
+
+def _blocks(call: _Checked, output: torch.Tensor, source: torch.Tensor) -> Pairs:
+    return _all_blocks(call, [output], [source])
+
+
+def _all_blocks(call: _Checked, outputs: Tensors, inputs: Tensors) -> Pairs:
+    if len(outputs) != len(checks.some(inputs, call.called)):
+        raise ValueError(
+            f"{call.called}: got {len(outputs)} outputs for {len(inputs)} inputs.\nPass one output for each input."
         )
+    outputs = [checks.written(tensor, call.called) for tensor in outputs]
+    inputs = [checks.tensor(tensor, call.called) for tensor in inputs]
+    if len(outputs) > 1:
+        checks.distinct(outputs, call.called, "output")
+        checks.unread(outputs, inputs, call.called)
+    for output, source in zip(outputs, inputs, strict=True):
+        if call.row.output is Side.BLOCKS:
+            checks.multiple(output, source, call.size, call.called, "output", "input")
+        else:
+            checks.multiple(source, output, call.size, call.called, "input", "output")
+    return [([output], [source]) for output, source in zip(outputs, inputs, strict=True)]
 
-    def all_reduce_sparse(self, tensor: torch.Tensor, reduction: Reduction, opts: CallOptions) -> Any:
-        """Sum sparse (COO) tensors in place: every rank gathers all entries and adds those with equal indices."""
-        # 1. this rank's entries
-        entries = tensor.detach().cpu().coalesce()
-        places = entries.indices().t().contiguous()  # (entries, sparse dimensions)
-        values = reduction.load(entries.values(), keep=True)
 
-        def run() -> None:
-            # 2. gather the entries of all ranks; coalesce() adds those with equal indices
-            found = self.comm.allgather(len(places))
-            total = torch.sparse_coo_tensor(
-                self._gather_rows(places, found).t(),
-                self._gather_rows(values, found),
-                tensor.shape,
-                check_invariants=False,
-            ).coalesce()
-            # 3. divide and round, then write the result to the caller's tensor
-            sums = torch.empty_like(total.values(), dtype=tensor.dtype)
-            reduction.store(total.values(), sums)
-            with torch.no_grad():  # not detach(), which returns a sparse tensor with its own entries
-                tensor.copy_(
-                    torch.sparse_coo_tensor(
-                        total.indices(), sums, tensor.shape, is_coalesced=True, check_invariants=False
-                    )
-                )
-            buffers.settle(tensor)
+def _blocks_of_root(call: _Checked, output: torch.Tensor | None, source: torch.Tensor) -> Pairs:
+    source = checks.tensor(source, call.called)
+    if not call.is_root:
+        return [([], [source])]
+    output = checks.written(output, call.called)
+    checks.multiple(output, source, call.size, call.called, "output", "input")
+    return [([output], [source])]
 
-        step = CollectiveStep(run, (), (), num_blocks=None)
-        collective = Collective("all_reduce", [step], [tensor], [tensor], also=f"{reduction.name} sparse")
-        return self.executor.submit(collective, self.transport, opts)
 
-    def _gather_rows(self, rows: torch.Tensor, found: Sequence[int]) -> torch.Tensor:
-        """Return the rows of all ranks in rank order, `found[r]` of rank r."""
-        result = torch.empty(sum(found), *rows.shape[1:], dtype=rows.dtype, device="cpu")
-        result.split(list(found))[self.comm.rank].copy_(rows)
-        mpi_calls.all_gather(self.comm, result, [count * math.prod(rows.shape[1:]) for count in found])
+def _list_of_outputs(call: _Checked, outputs: Any, inputs: Any) -> Pairs:
+    source = checks.single(inputs, call.called)
+    if not call.is_root:
+        return [([], [source])]
+    targets = _list(call, checks.only_list(outputs, call.called), source, are_written=True)
+    checks.distinct(targets, call.called, call.row.lists)
+    return [(targets, [source])]
+
+
+def _list_of_inputs(call: _Checked, outputs: Any, inputs: Any) -> Pairs:
+    output = checks.single_written(outputs, call.called)
+    sources = _list(call, checks.only_list(inputs, call.called), output) if call.is_root else []
+    return [([output], sources)]
+
+
+def _list(call: _Checked, tensors: Any, own: torch.Tensor, *, are_written: bool = False) -> Tensors:
+    """Return a list with a tensor for each rank, where this rank's is as large as its other tensor."""
+    tensors = checks.one_per_rank(tensors, call.size, call.called, call.row.lists, are_written=are_written)
+    checks.matching(tensors, own, call.rank, call.called, call.row.lists)
+    return tensors
+
+
+def _several_lists_of_outputs(call: _Checked, outputs: Sequence[Tensors], inputs: Tensors) -> Pairs:
+    sources = [checks.tensor(tensor, call.called) for tensor in checks.some(inputs, call.called)]
+    checks.lists_per_rank(outputs, call.size, len(sources), call.called, "output_tensor_lists")
+    targets = [[checks.written(of_rank[i], call.called) for of_rank in outputs] for i in range(len(sources))]
+    all_targets = [tensor for of_source in targets for tensor in of_source]
+    checks.distinct(all_targets, call.called, "outputs")
+    checks.unread(all_targets, sources, call.called)
+    for index, (of_source, source) in enumerate(zip(targets, sources, strict=True)):
+        checks.matching(of_source, source, call.rank, call.called, f"output_tensor_lists[...][{index}]")
+    return [(of_source, [source]) for of_source, source in zip(targets, sources, strict=True)]
+
+
+def _two_lists(call: _Checked, outputs: Tensors, inputs: Tensors) -> Pairs:
+    call.also = "list"
+    outputs = checks.one_per_rank(outputs, call.size, call.called, "output_tensor_list", are_written=True)
+    inputs = checks.one_per_rank(inputs, call.size, call.called, "input_tensor_list")
+    for tensor in [*outputs, *inputs]:
+        checks.same_dtype(tensor, inputs[0], call.called, "a list")
+    checks.same_share(buffers.counts(outputs), buffers.counts(inputs), call.rank, call.called)
+    checks.distinct(outputs, call.called, "output_tensor_list")
+    return [(outputs, inputs)]
+
+
+def _rows(
+    call: _Checked,
+    output: torch.Tensor,
+    source: torch.Tensor,
+    output_split_sizes: Sequence[int],
+    input_split_sizes: Sequence[int],
+) -> Pairs:
+    output, source = checks.written(output, call.called), checks.tensor(source, call.called)
+    checks.same_dtype(output, source, call.called, "output")
+    counts = checks.splits(output_split_sizes, output, call.size, call.called, "output_split_sizes")
+    source_counts = checks.splits(input_split_sizes, source, call.size, call.called, "input_split_sizes")
+    if output_split_sizes or input_split_sizes:
+        checks.same_share(counts, source_counts, call.rank, call.called)
+        call.counts = {"counts": counts, "source_counts": source_counts}
+        call.also, call.any_size = "uneven", True
+    else:
+        checks.same_size(output, source, call.called, "output")
+        call.also = "even"
+    return [([output], [source])]
+
+
+# -- sparse tensors ----------------------------------------------------------------------------------------------------
+
+
+def _sparse_all_reduce(call: _Checked, tensor: torch.Tensor) -> Collective:
+    """Sum sparse (COO) tensors in place: every rank gathers all entries and adds those with equal indices."""
+    # 1. this rank's entries
+    reduction, comm = call.plan(tensor.dtype), call.dense.comm
+    entries = tensor.detach().cpu().coalesce()
+    places = entries.indices().t().contiguous()  # (entries, sparse dimensions)
+    values = reduction.load(entries.values(), keep=True)
+
+    def gathered(rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Return the rows of all ranks in rank order, `lengths[r]` of rank r."""
+        result = torch.empty(sum(lengths), *rows.shape[1:], dtype=rows.dtype, device="cpu")
+        result.split(list(lengths))[comm.rank].copy_(rows)
+        mpi_calls.all_gather(comm, result, [length * math.prod(rows.shape[1:]) for length in lengths])
         return result
 
-    def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, opts: CallOptions) -> Any:
-        """Reduce in place on `root`; the tensors of other ranks keep their content."""
-        run = functools.partial(self.dense.reduce, reduction=reduction, root=root)
-        step = CollectiveStep(run, (tensor,), _IN_PLACE if self.comm.rank == root else _READ)
-        return self.executor.submit(
-            Collective("reduce", [step], [tensor], [tensor], root, reduction.name), self.transport, opts
-        )
-
-    def reduce_scatter(
-        self, outputs: Tensors, sources: Tensors, reductions: Sequence[Reduction], opts: CallOptions
-    ) -> Any:
-        """Reduce each source (group size times its output); each rank receives its block."""
-        steps = [
-            CollectiveStep(
-                functools.partial(self.dense.reduce_scatter, reduction=reduction),
-                pair,
-                (*_WRITTEN, *_SPREAD_READ),
-                self.comm.size,
+    def run() -> None:
+        # 2. gather the entries of all ranks; coalesce() adds those with equal indices
+        lengths = comm.allgather(len(places))
+        indices, numbers = gathered(places, lengths).t(), gathered(values, lengths)
+        total = torch.sparse_coo_tensor(indices, numbers, tensor.shape, check_invariants=False).coalesce()
+        # 3. divide and round, then write the result to the caller's tensor
+        sums = torch.empty_like(total.values(), dtype=tensor.dtype)
+        reduction.store(total.values(), sums)
+        with torch.no_grad():  # not detach(), which returns a sparse tensor with its own entries
+            tensor.copy_(
+                torch.sparse_coo_tensor(total.indices(), sums, tensor.shape, is_coalesced=True, check_invariants=False)
             )
-            for *pair, reduction in zip(outputs, sources, reductions, strict=True)
-        ]
-        return self.executor.submit(
-            Collective("reduce_scatter", steps, outputs, sources, also=reductions[0].name), self.transport, opts
-        )
+        buffers.settle(tensor)
 
-    def reduce_scatter_list(
-        self, output: torch.Tensor, sources: Tensors, reduction: Reduction, opts: CallOptions
-    ) -> Any:
-        """Reduce `sources[r]` of all ranks into rank r's output; sizes may differ between ranks."""
-        counts = buffers.uneven_counts(sources)
-
-        def run(output: torch.Tensor, *sources: torch.Tensor) -> None:
-            self.dense.reduce_scatter(output, buffers.pack_all(sources), reduction, counts)
-
-        step = CollectiveStep(
-            run, (output, *sources), (*_WRITTEN, *_READ * len(sources)), None if counts else self.comm.size
-        )
-        return self.executor.submit(
-            Collective("reduce_scatter", [step], [output], sources, also=reduction.name), self.transport, opts
-        )
-
-    # -- data movement -------------------------------------------------------------------------------------------
-
-    def broadcast(self, tensor: torch.Tensor, root: int, opts: CallOptions) -> Any:
-        """Copy `root`'s tensor to all ranks."""
-        run = functools.partial(self.dense.broadcast, root=root)
-        step = CollectiveStep(run, (tensor,), _READ if self.comm.rank == root else _WRITTEN)
-        return self.executor.submit(Collective("broadcast", [step], [tensor], [tensor], root), self.transport, opts)
-
-    def all_gather(self, outputs: Tensors, sources: Tensors, opts: CallOptions) -> Any:
-        """Gather each source of all ranks into its output (group size times the source), in rank order."""
-        steps = [
-            CollectiveStep(self.dense.all_gather, pair, (*_SPREAD_WRITTEN, *_READ), self.comm.size)
-            for pair in zip(outputs, sources, strict=True)
-        ]
-        return self.executor.submit(Collective("all_gather", steps, outputs, sources), self.transport, opts)
-
-    def all_gather_list(self, outputs: Sequence[Tensors], sources: Tensors, opts: CallOptions) -> Any:
-        """Gather rank r's `sources[i]` into `outputs[i][r]`; sizes may differ between ranks."""
-        steps = [
-            CollectiveStep(
-                lambda source, *targets: self.dense.all_gather_list(targets, source),
-                (source, *targets),
-                (*_READ, *_WRITTEN * len(targets)),
-                None if buffers.uneven_counts(targets) else self.comm.size,
-            )
-            for targets, source in zip(outputs, sources, strict=True)
-        ]
-        results = [each for targets in outputs for each in targets]
-        return self.executor.submit(
-            Collective("all_gather", steps, results, results, inputs=sources), self.transport, opts
-        )
-
-    def gather(self, outputs: Tensors, source: torch.Tensor, root: int, opts: CallOptions) -> Any:
-        """Gather rank r's `source` into `outputs[r]` on `root`; `outputs` is empty on other ranks."""
-
-        def run(source: torch.Tensor, *outputs: torch.Tensor) -> None:
-            self.dense.gather(outputs, source, root)
-
-        step = CollectiveStep(run, (source, *outputs), (*_READ, *_WRITTEN * len(outputs)), None)
-        return self.executor.submit(
-            Collective("gather", [step], outputs, [source], root, any_size=True), self.transport, opts
-        )
-
-    def gather_single(self, outputs: Tensors, source: torch.Tensor, root: int, opts: CallOptions) -> Any:
-        """Gather the sources into `outputs[0]` on `root`, in rank order; `outputs` is empty on other ranks."""
-
-        def run(source: torch.Tensor, output: torch.Tensor | None = None) -> None:
-            self.dense.gather_single(output, source, root)
-
-        step = CollectiveStep(run, (source, *outputs), (*_READ, *_SPREAD_WRITTEN * len(outputs)), self.comm.size)
-        return self.executor.submit(Collective("gather", [step], outputs, [source], root), self.transport, opts)
-
-    def scatter(self, output: torch.Tensor, sources: Tensors, root: int, opts: CallOptions) -> Any:
-        """Send `sources[r]` of `root` to rank r's `output`; `sources` is empty on other ranks."""
-
-        def run(output: torch.Tensor, *sources: torch.Tensor) -> None:
-            self.dense.scatter(output, sources, root)
-
-        step = CollectiveStep(run, (output, *sources), (*_WRITTEN, *_READ * len(sources)), None)
-        collective = Collective("scatter", [step], [output], [output], root, any_size=True, inputs=sources)
-        return self.executor.submit(collective, self.transport, opts)
-
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        counts: Sequence[int] | None,
-        source: torch.Tensor,
-        source_counts: Sequence[int] | None,
-        opts: CallOptions,
-    ) -> Any:
-        """Send `source_counts[r]` elements of `source` to rank r; receive `counts[r]` elements from it in `output`.
-
-        Args:
-            counts: None, like `source_counts`, if all blocks of all ranks have the same size; then None on all ranks.
-        """
-        run = functools.partial(self.dense.all_to_all, counts=counts, source_counts=source_counts)
-        is_even = counts is None
-        uses = (*_SPREAD_WRITTEN, *_SPREAD_READ) if is_even else (*_WRITTEN, *_READ)
-        step = CollectiveStep(run, (output, source), uses, self.comm.size if is_even else None)
-        also = "even" if is_even else "uneven"
-        return self.executor.submit(
-            Collective("all_to_all", [step], [output], [source], None, also, not is_even), self.transport, opts
-        )
-
-    def all_to_all_list(self, outputs: Tensors, sources: Tensors, opts: CallOptions) -> Any:
-        """Send `sources[r]` to rank r and receive its tensor in `outputs[r]`."""
-
-        def run(*tensors: torch.Tensor) -> None:
-            self.dense.all_to_all_list(tensors[: self.comm.size], tensors[self.comm.size :])
-
-        uses = (*_WRITTEN * len(outputs), *_READ * len(sources))
-        step = CollectiveStep(run, (*outputs, *sources), uses, None)
-        return self.executor.submit(
-            Collective("all_to_all", [step], outputs, sources, None, "list", any_size=True), self.transport, opts
-        )
-
-    # -- barriers ------------------------------------------------------------------------------------------------
-
-    def monitored_barrier(self, seconds: float, *, names_all: bool) -> None:
-        """Wait for all ranks; the error on rank 0 lists the missing ranks, and the group stays usable."""
-        operation = self.executor.note_own("monitored_barrier")
-        try:
-            self._monitored.wait(seconds, names_all=names_all)
-        except RuntimeError as error:
-            rank_failures.check(error)
-            self.executor.keep_communicator()  # a late rank may still send a message that this rank no longer receives
-            raise
-        finally:
-            operation.finish()
-
-    def barrier(self, opts: CallOptions) -> Any:
-        """Wait for all ranks, for at most the timeout in the options, or else the group's."""
-        return self.executor.barrier(opts)
-
-    # -- point-to-point ------------------------------------------------------------------------------------------
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> MessageWork | CompletedWork:
-        """Start sending; the work completes when the tensor may be modified again."""
-        messages = self.executor.messages
-        operation = messages.note("send", tensor, dst, tag)
-        dense = self.transport.fetch(tensor)
-        request = mpi_calls.send(self.comm, dense, dst, tag)
-        if tensor.nbytes > _BUFFERED_BYTES or torch_internals.is_profiling() or not request.Test():
-            return messages.track("send", MessageWork([tensor], request, dense, operation, messages))
-        operation.finish()
-        return CompletedWork.of([tensor])
-
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:
-        """Start receiving from `src`, or from the first rank that sends if it is None."""
-        messages = self.executor.messages
-        operation = messages.note("recv", tensor, src, tag)
-        dense, bring = self.transport.expect(tensor)
-
-        def arrived(status: Any) -> None:
-            if src is None:
-                operation.peer = status.source
-                operation.number_message(status.tag)
-            _check_count(status, dense)
-            with buffers.mode_of(tensor):
-                bring()
-
-        source = mpi.api().ANY_SOURCE if src is None else src
-        request = mpi_calls.receive(self.comm, dense, source, tag)
-        work = MessageWork([tensor], request, dense, operation, messages, arrived)
-        return messages.track("recvAnySource" if src is None else "recv", work)  # torch's names
+    also = f"{reduction.name} sparse"
+    return Collective("all_reduce", [Step(run, (), (), None)], [tensor], [tensor], [tensor], None, also, False)
 
 
-def _check_count(status: Any, dense: torch.Tensor) -> None:
-    got = mpi_calls.received(status, dense.dtype)
-    if got != dense.numel():
-        raise RuntimeError(
-            f"recv: expected {dense.numel()} elements of {dtypes.short(dense.dtype)} from rank {status.source} "
-            f"(tag {status.tag}), got {got}.\nSend and receive tensors of the same size."
-        )
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _as_is(tensors: Any) -> Any:
+    return tensors
+
+
+_AS_IS = (_as_is, _as_is)
+_LIST, _LISTS = dispatcher.as_list, dispatcher.as_lists
+
+TABLE: Sequence[Operation] = (
+    # -- reductions
+    Operation(
+        "allreduce", "all_reduce", AllreduceOptions, _in_place_or_sparse, DenseCollectives.all_reduce,
+        Side.TENSOR, Side.NONE, "All-reduce a tensor in place; sparse tensors (COO) support sums only.",
+        reduces=True, passed=(_LIST,),
+    ),
+    Operation(
+        "allreduce_coalesced", "all_reduce", AllreduceCoalescedOptions, _all_in_place, DenseCollectives.all_reduce,
+        Side.TENSOR, Side.NONE, "All-reduce several tensors in place.",
+        called="all_reduce_coalesced", reduces=True, passed=(_as_is,),
+    ),
+    Operation(
+        "reduce", "reduce", ReduceOptions, _in_place, DenseCollectives.reduce,
+        Side.TENSOR, Side.NONE, "Reduce a tensor in place on the root; those of other ranks keep their content.",
+        root="dst", reduces=True, passed=(_LIST,),
+    ),
+    Operation(
+        "reduce_scatter", "reduce_scatter", ReduceScatterOptions, _list_of_inputs, DenseCollectives.reduce_scatter_list,
+        Side.TENSOR, Side.LIST, "Reduce a list with one tensor for each rank; sizes may differ between ranks.",
+        lists="input_list", reduces=True, passed=(_LIST, _LISTS),
+    ),
+    Operation(
+        "reduce_scatter_single", "reduce_scatter", ReduceScatterOptions, _blocks, DenseCollectives.reduce_scatter,
+        Side.TENSOR, Side.BLOCKS, "Reduce a tensor of group size times the output; each rank receives its block.",
+        called="reduce_scatter_tensor", reduces=True, passed=_AS_IS,
+    ),
+    Operation(
+        "reduce_scatter_single_coalesced", "reduce_scatter", ReduceScatterOptions, _all_blocks,
+        DenseCollectives.reduce_scatter, Side.TENSOR, Side.BLOCKS,
+        "Reduce several tensors, each of group size times its output; each rank receives its blocks.",
+        called="reduce_scatter_tensor_coalesced", reduces=True, passed=_AS_IS,
+    ),
+    # -- data movement
+    Operation(
+        "broadcast", "broadcast", BroadcastOptions, _in_place, DenseCollectives.broadcast,
+        Side.TENSOR, Side.NONE, "Copy the root's tensor to all ranks.",
+        root="src", passed=(_LIST,),
+    ),
+    Operation(
+        "allgather", "all_gather", AllgatherOptions, _list_of_outputs, DenseCollectives.all_gather_list,
+        Side.LIST, Side.TENSOR, "Gather every rank's tensor into a list on every rank; sizes may differ between ranks.",
+        lists="tensor_list", compares_outputs=True, passed=(_LISTS, _LIST),
+    ),
+    Operation(
+        "allgather_coalesced", "all_gather", AllgatherOptions, _several_lists_of_outputs,
+        DenseCollectives.all_gather_list, Side.LIST, Side.TENSOR,
+        "Gather several tensors of every rank: `outputs[r]` receives those of rank r.",
+        called="all_gather_coalesced", compares_outputs=True, passed=_AS_IS,
+    ),
+    Operation(
+        "all_gather_single", "all_gather", AllgatherOptions, _blocks, DenseCollectives.all_gather,
+        Side.BLOCKS, Side.TENSOR, "Gather every rank's tensor into one tensor on every rank.",
+        called="all_gather_into_tensor", passed=_AS_IS,
+    ),
+    Operation(
+        "all_gather_single_coalesced", "all_gather", AllgatherOptions, _all_blocks, DenseCollectives.all_gather,
+        Side.BLOCKS, Side.TENSOR, "Gather several tensors of every rank, each into its own output, on every rank.",
+        called="all_gather_into_tensor_coalesced", passed=_AS_IS,
+    ),
+    Operation(
+        "gather", "gather", GatherOptions, _list_of_outputs, DenseCollectives.gather,
+        Side.LIST, Side.TENSOR, "Gather every rank's tensor into a list on the root; sizes may differ between ranks.",
+        root="dst", lists="gather_list", any_size=True, passed=(_LISTS, _LIST),
+    ),
+    Operation(
+        "gather_single", "gather", GatherOptions, _blocks_of_root, DenseCollectives.gather_single,
+        Side.BLOCKS, Side.TENSOR, "Gather every rank's tensor into one on the root; other ranks' outputs are ignored.",
+        called="gather_into_tensor", root="dst",
+    ),
+    Operation(
+        "scatter", "scatter", ScatterOptions, _list_of_inputs, DenseCollectives.scatter,
+        Side.TENSOR, Side.LIST, "Send one tensor of the root's list to each rank; sizes may differ between ranks.",
+        root="src", lists="scatter_list", any_size=True, compares_outputs=True, passed=(_LIST, _LISTS),
+    ),
+    Operation(
+        "all_to_all_single", "all_to_all", AllToAllOptions, _rows, DenseCollectives.all_to_all,
+        Side.BLOCKS, Side.BLOCKS,
+        "Exchange rows of tensors; either all ranks omit both lists of split sizes, or each rank passes at least one.",
+        called="all_to_all_single", passed=_AS_IS,
+    ),
+    Operation(
+        "alltoall", "all_to_all", AllToAllOptions, _two_lists, DenseCollectives.all_to_all_list,
+        Side.LIST, Side.LIST, "Send each rank its tensor of a list and receive one from each; sizes may differ.",
+        any_size=True, passed=_AS_IS,
+    ),
+)  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from mpicomm.backend import versions
+from mpicomm.backend import compatibility
 
 TYPE_CHECKING = False  # as in mpicomm/__init__.py
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Sequence
     from typing import Any
+
+    from mpicomm.backend.composite import CompositeProcessGroup
+    from mpicomm.backend.process_group import MPIProcessGroup
 
 NAME = "mpicomm"
 NAME_WITH_NCCL = "mpicomm_nccl"
@@ -64,7 +67,7 @@ def _name_mpi_is_free() -> bool:
     """Return whether torch looks up a registered backend named `mpi`: from 2.14 on, if built without MPI."""
     import torch.distributed as dist
 
-    return versions.of_torch() >= (2, 14) and not dist.is_mpi_available()
+    return compatibility.torch_version() >= (2, 14) and not dist.is_mpi_available()
 
 
 def register_on_import_of_torch() -> None:
@@ -104,16 +107,32 @@ class _Finder:
         return spec
 
 
-# These are registered during torch's import, and `factory` needs torch completely imported: hence the late imports.
-def _create(options: Any, _backend_options: Any) -> Any:
-    from mpicomm.backend import factory
+# torch calls these to create a process group. They are registered during torch's import, and the process groups need
+# torch completely imported: hence the late imports.
+
+
+def create(options: Any, backend_name: str) -> MPIProcessGroup:
+    """Create a process group over MPI (collective over its ranks)."""
+    from mpicomm.backend import groups
+    from mpicomm.backend.process_group import MPIProcessGroup
 
     _forget_absent_gpus()
-    return factory.create(options, NAME)
+    with compatibility.explained():
+        executor = groups.make_by_options(options, takes_gpu_tensors=MPIProcessGroup.takes_gpu_tensors)
+        return MPIProcessGroup(executor, options.group_id, backend_name, options.store)
 
 
-def _create_with_nccl(options: Any, backend_options: Any) -> Any:
-    from mpicomm.backend import factory
+def _create(options: Any, _backend_options: Any) -> MPIProcessGroup:
+    return create(options, NAME)
+
+
+def _create_with_nccl(options: Any, backend_options: Any) -> CompositeProcessGroup:
+    """Create a process group over MPI that uses NCCL for CUDA tensors (collective over its ranks)."""
+    from mpicomm.backend import groups
+    from mpicomm.backend.composite import CompositeProcessGroup, nccl_maker
 
     _forget_absent_gpus()
-    return factory.create_with_nccl(options, backend_options, NAME_WITH_NCCL)
+    with compatibility.explained():
+        executor = groups.make_by_options(options, takes_gpu_tensors=CompositeProcessGroup.takes_gpu_tensors)
+        make_inner = nccl_maker(backend_options)
+        return CompositeProcessGroup(executor, options.group_id, NAME_WITH_NCCL, options.store, "cuda", make_inner)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import algorithms, buffers, dtypes, torch_internals
+from mpicomm.backend import buffers, dtypes, torch_internals
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Op
@@ -79,13 +79,6 @@ class Reduction:
 
     uses_slots: bool = False
     """Whether the C library can compute the reduction in shared memory."""
-
-    @functools.cached_property
-    def rows(self) -> Mapping[str, str]:
-        """The rows of the operations in the tables of algorithms; empty if only MPI computes this reduction."""
-        if not self.uses_slots:
-            return {}
-        return algorithms.ROWS if self.is_native else algorithms.COMPOSITE_ROWS
 
     @functools.cached_property
     def is_native(self) -> bool:

@@ -1,14 +1,16 @@
-"""Stages GPU tensors through host memory, for an MPI that is not GPU-aware.
+"""The transport of a group's tensors to MPI: as they are, or staged for GPU tensors and an MPI that is not GPU-aware.
 
-An operation is split into chunks: while MPI processes one, the next is copied from the GPU and the previous one back to
-it. The buffers that the ranks pass to MPI must match, so all ranks split alike if any rank's tensor is on a GPU. Before
-an operation of several chunks the ranks agree on this; if all tensors are on the host, they are not split.
+Staged tensors go through host memory. An operation is split into chunks: while MPI processes one, the next is copied
+from the GPU and the previous one back to it. The buffers that the ranks pass to MPI must match, so all ranks split
+alike if any rank's tensor is on a GPU. Before an operation of several chunks the ranks agree on this; if all tensors
+are on the host, they are not split.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -41,52 +43,33 @@ class DeviceEvent(Protocol):
         """Wait until the device has reached this point."""
 
 
-class Mover(Protocol):
-    """Copies between one device and the host, on two streams of its own."""
-
-    is_host: bool
-
-    def mark(self) -> Any:
-        """Return the current point of the caller's own stream."""
-
-    def follow(self, mark: Any) -> None:
-        """Order all further copies after a mark."""
-
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Start copying (destination, source) pairs from the device; return the event of their completion."""
-
-    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Start copying (destination, source) pairs to the device; return the event of their completion."""
-
-    def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory for `count` elements that the device can access."""
-
-
-class HostMover:
-    """Copies within the host, synchronously."""
+class Mover:
+    """Copies between a device and the host; this one within the host, synchronously, others on streams of their own."""
 
     is_host = True
 
-    def mark(self) -> None:
-        """Return None: the host has no streams."""
+    def mark(self) -> Any:
+        """Return the current point of the caller's own stream; None on the host, which has no streams."""
 
-    def follow(self, mark: None) -> None:
-        """Do nothing: all earlier calls have completed."""
+    def follow(self, mark: Any) -> None:
+        """Order all further copies after a mark; on the host, all earlier calls have completed."""
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Copy (destination, source) pairs."""
+        """Start copying (destination, source) pairs from the device; return the event of their completion."""
         for to, source in pairs:
             to.copy_(source)
         return _DONE
 
-    put = fetch
+    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
+        """Start copying (destination, source) pairs to the device; return the event of their completion."""
+        return self.fetch(pairs)
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory for `count` elements."""
+        """Return host memory for `count` elements that the device can access."""
         return torch.empty(count, dtype=dtype, device="cpu")
 
 
-class CudaMover:
+class CudaMover(Mover):
     """Copies from and to one GPU through pinned memory, which torch pools."""
 
     is_host = False
@@ -135,10 +118,45 @@ _DONE = _Done()
 
 def make_mover(device: torch.device) -> Mover:
     """Return the mover between a device and the host."""
-    return HostMover() if device.type == "cpu" else CudaMover(device)
+    return Mover() if device.type == "cpu" else CudaMover(device)
 
 
-class Staged:
+class Transport:
+    """Passes the tensors of a group to MPI as they are: MPI can access their memory."""
+
+    whole_bytes: float = math.inf
+    """Size in bytes up to which a CPU tensor goes to MPI in one piece, whatever the devices of the other ranks."""
+
+    def prepare(
+        self,
+        make: Make,
+        tensors: Tensors,
+        uses: Sequence[Use],  # noqa: ARG002  for other transports, as the next
+        *,
+        num_blocks: int | None = 1,  # noqa: ARG002
+    ) -> Call:
+        """Return a call that runs an operation.
+
+        Args:
+            make: Takes tensors in memory that MPI can access; returns the call that runs the operation on them.
+            tensors: The tensors of the operation, on any device.
+            uses: How the operation uses each tensor.
+            num_blocks: The largest number of per-rank blocks in a tensor on any rank; None if not all ranks know the
+                sizes of the tensors, so that the operation cannot be split.
+        """
+        return make(*tensors)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a dense tensor with the content of `tensor`, in memory that MPI can access."""
+        return buffers.pack(tensor)
+
+    def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
+        """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
+        output_buffer = buffers.output_buffer(tensor)
+        return output_buffer, functools.partial(buffers.unpack, output_buffer, tensor)
+
+
+class Staged(Transport):
     """Stages a group's tensors for MPI if some of them are on GPUs."""
 
     def __init__(
@@ -163,14 +181,9 @@ class Staged:
         self._mover_of_messages = functools.cache(make_mover)  # separate: these copies may wait for other work
 
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, num_blocks: int | None = 1) -> Call:
-        """Return the call that runs an operation; `make` returns it for tensors in host memory.
+        """Return a call that runs an operation.
 
         Copies run after the work that the caller's stream holds now, and have completed when the operation has.
-
-        Args:
-            uses: How the operation uses each tensor.
-            num_blocks: The largest number of per-rank blocks in a tensor on any rank; None if the operation cannot be
-                split, because not all ranks know its size.
         """
         chunks = [slice(None)] if num_blocks is None else self._cut(tensors[0], uses[0], num_blocks)
         are_on_host = all(self._mover(tensor.device).is_host for tensor in tensors)
@@ -197,7 +210,7 @@ class Staged:
         """Return a tensor's content in dense host memory, after the copy has completed."""
         mover = self._mover_of_messages(tensor.device)
         if mover.is_host:
-            return buffers.pack(tensor)
+            return super().fetch(tensor)
         part = self._part(tensor, Use(reads=True, writes=False), mover)
         part.start()
         part.fetch(0, slice(None))
@@ -207,8 +220,7 @@ class Staged:
         """Return dense host memory to receive a tensor's content, and the call that copies it to the tensor."""
         mover = self._mover_of_messages(tensor.device)
         if mover.is_host:
-            output_buffer = buffers.output_buffer(tensor)
-            return output_buffer, functools.partial(buffers.unpack, output_buffer, tensor)
+            return super().expect(tensor)
         part = self._part(tensor, Use(reads=False, writes=True), mover)
         part.fetch(0, slice(None))
 

@@ -11,7 +11,7 @@ import time
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data._utils import worker
 
-from mpicomm.backend import compatibility, versions
+from mpicomm.backend import compatibility
 
 __all__ = [  # of torch
     "AllToAllOptions",
@@ -156,7 +156,7 @@ def end_event(event: Any) -> None:
         return
     thread, span = event
     end = functools.partial(torch._C._autograd._record_function_with_args_exit, span)
-    if thread != threading.get_ident() or versions.of_torch() < (2, 12):
+    if thread != threading.get_ident() or compatibility.torch_version() < (2, 12):
         end()
         return
     other = threading.Thread(target=end, name="mpicomm-profiler")
@@ -266,7 +266,7 @@ CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
 
 _KEYS = torch._C.DispatchKey
 
-KERNELS_CALL_BACKENDS = versions.of_torch() >= (2, 14)
+KERNELS_CALL_BACKENDS = compatibility.torch_version() >= (2, 14)
 """Whether Python can create a `Backend`: torch's `c10d` operators then call that of the group."""
 
 _Run = Callable[..., dist.Work | None]
@@ -304,38 +304,18 @@ class _RegisteredBackend(Backend):
         """Do nothing: MPI is already connected."""
 
 
-_BACKEND_METHODS = (
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
-)
+def forward(methods: Iterable[str]) -> None:
+    """Let torch's C++ code call these methods of a process group of this package."""
+    for name in methods:
+        setattr(_RegisteredBackend, name, _forwarding(name))
+    hide_from_compiler(_RegisteredBackend)
 
 
-def _forward(name: str) -> None:
+def _forwarding(name: str) -> Callable[..., dist.Work | None]:
     def method(self: _RegisteredBackend, *args: Any) -> dist.Work | None:
         return self._run(self._group(), name, *args)
 
-    setattr(_RegisteredBackend, name, method)
-
-
-for _name in _BACKEND_METHODS:
-    _forward(_name)
+    return method
 
 
 def register_backend(group: dist.ProcessGroup, run: _Run) -> Backend | None:
@@ -506,9 +486,6 @@ def hide_from_compiler(kind: type) -> None:
             eval_frame.set_code_exec_strategy(method.__code__, skip)
 
 
-hide_from_compiler(_RegisteredBackend)
-
-
 def coalesce_batches_of(kind: type[dist.ProcessGroup]) -> None:
     """Make `batch_isend_irecv` start and end a batch on the inner backend of groups of a class.
 
@@ -516,7 +493,7 @@ def coalesce_batches_of(kind: type[dist.ProcessGroup]) -> None:
     the messages one by one, and two ranks that send large messages to each other deadlock. A program that imports the
     function by its name before the first use of this backend keeps torch's function.
     """
-    if versions.of_torch() >= (2, 15):
+    if compatibility.torch_version() >= (2, 15):
         return
     torchs = dist.batch_isend_irecv
 

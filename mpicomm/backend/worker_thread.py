@@ -1,9 +1,12 @@
-"""The threads of a group, started by the first operation that needs them."""
+"""The thread that runs a group's asynchronous operations, started by the first of them, and its timer."""
 
 from __future__ import annotations
 
 import collections
+import ctypes
 import dataclasses
+import functools
+import os
 import struct
 import threading
 import time
@@ -16,17 +19,11 @@ from mpicomm import mpi
 from mpicomm.backend import future_callbacks
 from mpicomm.backend.future_callbacks import FutureCallback
 from mpicomm.backend.gpus import ThreadDevice
-from mpicomm.backend.wake_timer import WakeTimer
-from mpicomm.backend.work import MessageWork, QueuedWork
+from mpicomm.backend.work import QueuedWork
 from mpicomm.errors import MpicommError
 
 _NOW_NS, _SOON_NS = 1, 200_000  # delays of the worker's timer: a program that waits does so within the longer one
 _START_SECONDS = 1e-3  # the longest time that `submit` waits for the worker's thread to start a long job
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
-_SHARE = 19  # a pause is at least this many times as long as the round before it, up to the following limit
-# A round is also long if its thread was suspended or waited for the GIL, and `stop` waits for the pause.
-_LONGEST_PROPORTIONAL_PAUSE = 0.25
-_QUIET_SECONDS = 0.1  # without messages, before the poller sleeps until the next one; waking it costs the caller time
 
 
 class Finishable(Protocol):
@@ -79,7 +76,9 @@ class Worker:
         self._runner = 0  # the ident of that thread
         self._lock = threading.RLock()  # guards the following
         self._changed = threading.Condition(self._lock)
-        self._jobs: collections.deque[_Job] = collections.deque()  # also those in progress
+        self.jobs: collections.deque[_Job] = collections.deque()
+        """The queued jobs, and those in progress."""
+
         self._awaited: Sequence[FutureCallback] = ()  # the callbacks that the next job waits for
         self._gpu = ThreadDevice()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -88,7 +87,7 @@ class Worker:
     @property
     def is_idle(self) -> bool:
         """Whether the queue is empty and nothing is running."""
-        return not self._jobs
+        return not self.jobs
 
     @property
     def is_current_thread(self) -> bool:
@@ -114,13 +113,13 @@ class Worker:
                 self._timer.set(_NOW_NS)
             elif self.is_idle:
                 self._timer.set(_SOON_NS)
-            self._jobs.append(job)
+            self.jobs.append(job)
             if starts_now:  # a caller that continues in pure Python would keep the GIL from the thread for milliseconds
                 self._changed.wait_for(lambda: self._runner != 0 or self.is_idle, _START_SECONDS)
 
     def hurry(self) -> None:
         """Wake the thread for the queued jobs now: a thread waits for one of them that does not run it."""
-        if self._jobs:
+        if self.jobs:
             self._timer.set(_NOW_NS)
 
     def wait_for_place_of(self, callback: FutureCallback) -> None:
@@ -148,7 +147,7 @@ class Worker:
     def give_up(self, error: Exception) -> None:
         """Finish all unfinished works with an error, and stop the thread; a call that does not return is abandoned."""
         with self._lock:
-            jobs = [job for job in self._jobs if not job.is_finishing]
+            jobs = [job for job in self.jobs if not job.is_finishing]
             for job in jobs:
                 job.is_given_up = True
         for job in jobs:
@@ -167,6 +166,9 @@ class Worker:
         Callbacks, and jobs that wait for callbacks of other groups, are left to the worker thread. So is everything if
         the program uses a GPU, since the worker has a stream of its own.
         """
+        if self.is_current_thread:
+            self.run_until(work.is_completed)
+            return
         thread = future_callbacks.this_thread
         runs_queue = thread.runs_queue
         is_held: list[bool] = []
@@ -187,7 +189,7 @@ class Worker:
 
     def _may_be_taken(self, job: _Job) -> bool:
         """Return whether a thread that waits for a job, or for one behind it, may run it."""
-        return isinstance(job.work, QueuedWork) and not job.after and not self._gpu.is_known
+        return isinstance(job.work, QueuedWork) and not job.after and self._gpu.device is None
 
     def _run(self) -> None:
         future_callbacks.this_thread.runs_queue = True
@@ -216,7 +218,7 @@ class Worker:
         """
         with self._lock:  # not while a job is added, whose timer may have expired
             self._changed.notify_all()  # also after a removal that was interrupted; `submit` may wait for this
-            for job in self._jobs:
+            for job in self.jobs:
                 if not (is_nested and job.has_begun):
                     return job
             return None
@@ -227,7 +229,7 @@ class Worker:
         Only then: operations that its callbacks call precede those that another thread calls next.
         """
         with self._lock:
-            self._jobs.remove(job)
+            self.jobs.remove(job)
             self._changed.notify_all()
 
     def _run_here(self, job: _Job) -> None:
@@ -277,94 +279,6 @@ class Worker:
             self._awaited = ()
 
 
-class Poller:
-    """Progresses a group's messages, which advance only during MPI calls, and completes their futures.
-
-    It uses at most a twentieth of a core's time, however many messages are in flight.
-    """
-
-    def __init__(self, name: str, advance: Callable[[], bool]) -> None:
-        """Start the thread.
-
-        Args:
-            advance: Tests every message in flight once, and returns whether any is left.
-        """
-        self._advance = advance
-        self._changed = threading.Condition()
-        self._watched: list[MessageWork] = []
-        self._stopping = False
-        self.is_idle = False
-        self._gpu = ThreadDevice()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def watch(self, work: MessageWork) -> None:
-        """Complete the future of `work` when its message has completed."""
-        self._gpu.note()
-        with self._changed:
-            if not self._stopping:
-                self._watched.append(work)
-                self._changed.notify()
-                return
-        work.finish()
-
-    def rouse(self) -> None:
-        """Wake the thread, to test the messages in flight again."""
-        self._gpu.note()
-        with self._changed:
-            self._changed.notify()
-
-    def stop(self) -> None:
-        """Stop the thread; the futures of messages in flight complete with an error."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        if threading.get_ident() != self._thread.ident:
-            self._thread.join()
-        for work in self._watched:
-            work.finish()
-
-    def _run(self) -> None:
-        pause, quiet_since = _SHORTEST_PAUSE, time.monotonic()
-        while not self._stopping:
-            start = time.monotonic()
-            if self._look():
-                quiet_since = start
-            is_moving = self._finish_watched()
-            pause = _SHORTEST_PAUSE if is_moving else min(2 * pause, _LONGEST_PAUSE)
-            now = time.monotonic()
-            if not self._watched and now - quiet_since > _QUIET_SECONDS:
-                self._wait_for_more()
-                pause, quiet_since = _LONGEST_PAUSE, time.monotonic()
-            least = min(_SHARE * (now - start), _LONGEST_PROPORTIONAL_PAUSE)
-            time.sleep(max(pause if self._watched else _LONGEST_PAUSE, least))
-
-    def _look(self) -> bool:
-        self._gpu.enter()
-        return self._advance()
-
-    def _finish_watched(self) -> bool:
-        """Complete the futures of completed messages; return whether there were any."""
-        with self._changed:
-            watched = list(self._watched)
-        through = {work for work in watched if work.is_completed()}
-        with self._changed:
-            self._watched = [work for work in self._watched if work not in through]
-        if through:
-            with future_callbacks.of_messages():
-                for work in through:
-                    work.finish()
-        return bool(through)
-
-    def _wait_for_more(self) -> None:
-        """Sleep until messages may be in flight again."""
-        with self._changed:
-            self.is_idle = True  # set before the last test: a thread reads this after it has added a message
-            while not (self._watched or self._stopping or self._look()):
-                self._changed.wait()
-            self.is_idle = False
-
-
 def _flushes_denormals() -> bool:
     """Return whether this thread computes with denormal numbers as zero; torch cannot tell."""
     return _DENORMAL * 2 == 0
@@ -381,3 +295,55 @@ def require_threads() -> None:
             "asynchronous operations require the MPI thread level MPI_THREAD_MULTIPLE, "
             "but MPI provides a lower level.\nUse async_op=False, or let mpicomm.bootstrap() initialise MPI."
         )
+
+
+# -- the timer of a thread ---------------------------------------------------------------------------------------------
+
+
+class _Setting(ctypes.Structure):
+    """The `struct itimerspec` of Linux with 64-bit times."""
+
+    _fields_ = [(name, ctypes.c_long) for name in ("interval_s", "interval_ns", "value_s", "value_ns")]
+
+
+class WakeTimer:
+    """Wakes one thread, now or after a delay (timerfd of Linux).
+
+    To wake a thread at once costs its waker tens of microseconds if both share a core: the thread then competes for the
+    core and for the GIL. Setting the timer again before it expires postpones that: one system call, which on a virtual
+    machine took 1 to 14 us.
+    """
+
+    def __init__(self) -> None:
+        self._fd = _libc().timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), f"timerfd_create failed: {os.strerror(ctypes.get_errno())}")
+        self._set = _libc().timerfd_settime
+
+    def set(self, nanoseconds: int) -> None:
+        """Let `wait` return after at least one nanosecond.
+
+        An earlier setting is replaced, also one that has expired if `wait` has not returned since.
+        """
+        if self._fd >= 0:
+            self._set(self._fd, 0, _setting(nanoseconds), None)
+
+    def wait(self) -> None:
+        """Sleep until the timer has expired."""
+        os.read(self._fd, 8)
+
+    def close(self) -> None:
+        """Release the timer; later settings have no effect."""
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+
+@functools.cache
+def _setting(nanoseconds: int) -> object:
+    seconds, rest = divmod(nanoseconds, 10**9)
+    return ctypes.byref(_Setting(value_s=seconds, value_ns=rest))
+
+
+@functools.cache
+def _libc() -> ctypes.PyDLL:
+    return ctypes.PyDLL(None, use_errno=True)  # these calls do not block: it keeps the GIL, which CDLL would release

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpicomm.backend.gpus import ThreadDevice
-from mpicomm.backend.wake_timer import WakeTimer
+from mpicomm.backend.worker_thread import WakeTimer
 from mpicomm.horovod.data_operations import DataOperations
 from mpicomm.horovod.exceptions import SHUT_DOWN, HorovodInternalError
 from mpicomm.horovod.group_calls import GroupCalls

@@ -52,6 +52,7 @@ IS_LIST = 1 << 63
 """Added to a call if the blocks of the ranks are a list: an array of addresses and sizes in bytes."""
 
 
+@functools.cache
 def call(operation: int, kind: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
     """Return the call that all ranks must make, as the library's number."""
     return operation | kind << 8 | root << 16 | divisor << 32 | _dtype_code(dtype) << 48

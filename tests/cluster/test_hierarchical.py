@@ -21,9 +21,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64):
     tensor = torch.arange(2**22).remainder_(7).to(dtype).mul_(world.rank + 1)
     dist.all_reduce(tensor)
     assert torch.equal(tensor, torch.arange(2**22).remainder_(7).mul_(sum(range(1, world.size + 1))).to(dtype)), dtype
-path = dist.group.WORLD._operations.node
+path = dist.group.WORLD._executor.node
 reduction_guarantees.check([3, 2**22 + 5])  # the second is large enough for two levels, also in bf16
-print(world.rank, path._hierarchical is not None, flush=True)
+print(world.rank, path.hierarchical is not None, flush=True)
 """
 CASES = {  # the options of srun, MPICOMM_NATIVE, whether the all-reduce is hierarchical
     "consecutive": ([*NODES, "--distribution=block"], "1", True),

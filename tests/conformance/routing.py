@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.common_distributed import DistTestCases
 
-from mpicomm.backend import factory, plugin
+from mpicomm.backend import plugin
 from mpicomm.backend.process_group import MPIProcessGroup
 
 OURS = plugin.NAME
@@ -45,7 +45,7 @@ def check_engine(group: Any, *, is_ours: bool) -> None:
 
 
 def _create(label: str, options: Any, _backend_options: Any) -> MPIProcessGroup:
-    return factory.create(options, label)
+    return plugin.create(options, label)
 
 
 def _routed(helper: Callable[..., Any]) -> Callable[..., Any]:

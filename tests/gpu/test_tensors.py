@@ -47,7 +47,7 @@ SIZES = pytest.mark.parametrize("count", COUNTS)
 
 
 def test_tensors_do_not_go_as_they_are(group: Group) -> None:
-    assert group.handle._operations.transport is not NO_TRANSPORT
+    assert group.handle._executor.transport is not NO_TRANSPORT
 
 
 @WHEN

@@ -21,7 +21,7 @@ def say(text):
 
 def refusal():
     try:
-        group.send([tensor], world.rank) if world.rank == 0 else group._operations.executor._state.check_open()
+        group.send([tensor], world.rank) if world.rank == 0 else group._executor._state.check_open()
     except mpicomm.MpicommError as error:
         return error
 

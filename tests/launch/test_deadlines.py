@@ -36,7 +36,7 @@ def attempt(call):
 
 def is_unusable():
     try:
-        group._operations.executor._state.check_open()
+        group._executor._state.check_open()
     except mpicomm.MpicommError:
         return True
 

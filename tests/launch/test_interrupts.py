@@ -33,7 +33,7 @@ CALLS = {  # what rank 0 calls, and the part of it that rank 1 joins
     ),
     "sparse": (
         lambda group: dist.all_reduce(torch.eye(3).to_sparse(), group=group),
-        lambda group: group._operations.comm.allgather(3),
+        lambda group: group._executor.comm.allgather(3),
     ),
     "opening": (lambda group: dist.all_reduce(large, group=group),) * 2,
     "large": (lambda group: dist.all_reduce(large, group=group),) * 2,
@@ -70,7 +70,7 @@ for case in sys.argv[1:]:
         except mpicomm.MpicommError:  # the C library's waits are interrupted at once, and rank 1 has been notified
             assert case == "large"
     dist.barrier()
-    while not group._operations.record.broken:  # the watchdog notifies rank 1
+    while not group._executor.record.broken:  # the watchdog notifies rank 1
         time.sleep(0.01)
     try:
         dist.all_reduce(small, group=group)

@@ -42,7 +42,7 @@ world = mpicomm.bootstrap()
 tensor = torch.ones(2**24)
 dist.all_reduce(tensor)
 assert bool((tensor == world.size).all())
-assert (dist.group.WORLD._operations.node._slots is not None) == nodes.has_library()
+assert (dist.group.WORLD._executor.node.slots is not None) == nodes.has_library()
 """
 
 
@@ -72,7 +72,7 @@ world = mpicomm.bootstrap("mpi")
 tensor = torch.ones(2**14)
 dist.all_reduce(tensor)
 assert bool((tensor == world.size).all())
-assert dist.group.WORLD._operations.node._slots is None
+assert dist.group.WORLD._executor.node.slots is None
 """
 
 

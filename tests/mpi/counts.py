@@ -40,9 +40,9 @@ class FewCounts:
 
 def limit(monkeypatch: pytest.MonkeyPatch, group: Group, largest: int) -> None:
     """Limit the counts of the MPI calls of a group to `largest`."""
-    operations = group.handle._operations  # type: ignore[attr-defined]
+    executor = group.handle._executor  # type: ignore[attr-defined]
     monkeypatch.setattr(mpi_calls, "largest_count", lambda: largest)
     monkeypatch.setattr(dense_collectives, "_STAGED_BYTES", 0)  # such lists are below the limit
-    few = FewCounts(operations.comm, largest)
-    monkeypatch.setattr(operations, "comm", few)
-    monkeypatch.setattr(operations.dense, "comm", few)
+    few = FewCounts(executor.comm, largest)
+    monkeypatch.setattr(executor.messages, "_comm", few)
+    monkeypatch.setattr(executor.dense, "comm", few)

@@ -34,14 +34,14 @@ QUEUES = on_groups("world", "staged", "debug")
 
 
 def worker_of(group: Group) -> Worker:
-    return group.handle._operations.executor._get_worker()
+    return group.handle._executor._get_worker()
 
 
 def hold(group: Group, call: Callable[[], object]) -> None:
     """Queue a call that is not an operation: later entries of the queue wait until it returns."""
-    operations = group.handle._operations
-    operation = flight_recorder.note(operations.record, "gate", None, 0, None, is_message=True, is_running=False)
-    worker_of(group).submit(call, QueuedWork([], operation, operations.executor))
+    executor = group.handle._executor
+    operation = flight_recorder.note(executor.record, "gate", None, 0, None, is_message=True, is_running=False)
+    worker_of(group).submit(call, QueuedWork([], operation, executor))
 
 
 class AlarmError(Exception):
@@ -134,7 +134,7 @@ def test_a_synchronous_operation_runs_after_the_queued_ones(group: Group) -> Non
     tensor = torch.full((3,), 1.0 + group.rank)
     worker, has_ended = worker_of(group), threading.Event()
     # The queue then has the blocking call, the broadcast and the all_reduce.
-    hold(group, lambda: mpi.poll(lambda: len(worker._jobs) == 3 or has_ended.is_set(), 30))
+    hold(group, lambda: mpi.poll(lambda: len(worker.jobs) == 3 or has_ended.is_set(), 30))
     dist.broadcast(tensor, group_src=group.size - 1, group=group.handle, async_op=True)
     dist.all_reduce(tensor, group=group.handle)
     has_ended.set()
@@ -153,7 +153,7 @@ def test_calls_of_a_callback_run_before_later_calls_of_its_thread(group: Group) 
 
     def call_back(_future: torch.futures.Future) -> None:
         if group.rank % 2:
-            mpi.poll(lambda: len(worker._jobs) > 1, 1)  # this callback, and the later all_reduce
+            mpi.poll(lambda: len(worker.jobs) > 1, 1)  # this callback, and the later all_reduce
         dist.all_reduce(by_callback, group=group.handle)
 
     called_back = work.get_future().then(call_back)

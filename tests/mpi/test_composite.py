@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 import mpicomm
-from mpicomm.backend import factory, gpu_transport, torch_internals
+from mpicomm.backend import gpu_transport, groups, torch_internals
 from mpicomm.backend.composite import CompositeProcessGroup
-from mpicomm.backend.operations import Operations
+from mpicomm.backend.executor import Executor
+from mpicomm.backend.operations import TABLE
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.backend.work import JointWork
 from mpicomm.settings import Settings
@@ -67,8 +68,8 @@ def routed(
     store = dist.PrefixStore(f"routed-{request.node.name}", dist.distributed_c10d._get_default_store())
     gloo = Witness(dist.ProcessGroupGloo(store, world.rank, world.size))
     record = flight_recorder.Group("routed", range(world.size), 60, is_world=False)
-    operations = Operations(world.comm.Dup(), record, Settings(), gpu_transport.NO_TRANSPORT)
-    group = CompositeProcessGroup(operations, "routed", "mpicomm_nccl", store, request.param, lambda *_: gloo)
+    executor = Executor(world.comm.Dup(), record, Settings(), gpu_transport.NO_TRANSPORT)
+    group = CompositeProcessGroup(executor, "routed", "mpicomm_nccl", store, request.param, lambda *_: gloo)
     yield group, gloo, request.param == "cpu"
     if request.param == "cuda":
         MPIProcessGroup.barrier(group).wait()
@@ -173,8 +174,8 @@ def test_a_mode_receives_operations_of_the_inner_backend(world: mpicomm.World, r
 
 def test_a_part_of_it_has_an_inner_backend_of_its_own(world: mpicomm.World, routed: tuple) -> None:
     group, gloo, is_inner = routed
-    group._make_inner = lambda operations, name, store: Witness(
-        dist.ProcessGroupGloo(store, operations.comm.rank, operations.comm.size)
+    group._make_inner = lambda executor, name, store: Witness(
+        dist.ProcessGroupGloo(store, executor.comm.rank, executor.comm.size)
     )
     part = group.split_group([0])
     assert (part is None) == (world.rank != 0)
@@ -193,10 +194,12 @@ def test_the_backend_of_each_device(routed: tuple) -> None:
 
 
 def test_every_method_checks_the_device_of_its_tensors() -> None:
+    names = [*(operation.method for operation in TABLE), *torch_internals.RENAMED.values(), "send", "recv"]
+    assert [name for name in (*names, "recv_anysource") if name not in vars(CompositeProcessGroup)] == []
     for name, method in vars(MPIProcessGroup).items():
-        if inspect.isfunction(method) and not name.startswith("_check"):
+        if inspect.isfunction(method):
             first = list(inspect.signature(method).parameters)[1:2]
-            assert first not in (["tensors"], ["output"], ["outputs"]) or name in vars(CompositeProcessGroup), name
+            assert first != ["tensors"] or name in vars(CompositeProcessGroup), name
 
 
 def test_methods_that_the_inner_backend_lacks_are_errors_with_a_remedy(routed: tuple) -> None:
@@ -229,11 +232,11 @@ def like_nccl(world: mpicomm.World) -> Iterator[tuple[CompositeProcessGroup, Gro
     """Return a group that torch created, whose inner backend receives CPU tensors and coalesces messages."""
 
     def create(options: Any, _backend_options: object) -> CompositeProcessGroup:
-        def make_inner(operations: Operations, name: str, store: dist.Store) -> Grouping:
-            return GroupingMessages(dist.ProcessGroupGloo(store, operations.comm.rank, operations.comm.size))
+        def make_inner(executor: Executor, name: str, store: dist.Store) -> Grouping:
+            return GroupingMessages(dist.ProcessGroupGloo(store, executor.comm.rank, executor.comm.size))
 
-        operations = factory._make_operations(options, takes_gpu_tensors=False)
-        return CompositeProcessGroup(operations, options.group_id, "likenccl", options.store, "cpu", make_inner)
+        executor = groups.make_by_options(options, takes_gpu_tensors=False)
+        return CompositeProcessGroup(executor, options.group_id, "likenccl", options.store, "cpu", make_inner)
 
     if not hasattr(dist.Backend, "LIKENCCL"):
         dist.Backend.register_backend("likenccl", create, extended_api=True, devices=["cpu"])

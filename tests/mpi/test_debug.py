@@ -81,7 +81,7 @@ def test_calls_that_do_not_match(world: mpicomm.World, group: dist.ProcessGroup,
 
 def test_a_call_too_many_on_one_rank(world: mpicomm.World, group: dist.ProcessGroup) -> None:
     """The call numbers reveal the mismatch, even if the calls are otherwise equal."""
-    record = group._operations.record  # type: ignore[attr-defined]
+    record = group._executor.record  # type: ignore[attr-defined]
     record.sequence += world.rank == 0
     with pytest.raises(mpicomm.MismatchError) as caught:
         dist.all_reduce(torch.ones(4), group=group)

@@ -149,10 +149,9 @@ def test_results_do_not_depend_on_the_path(
     is_by_mpi: bool,
     dtype: torch.dtype,
 ) -> None:
-    operations = dist.group.WORLD._operations  # type: ignore[union-attr]
-    executor, prepared = operations.executor, []
+    executor, prepared = dist.group.WORLD._executor, []  # type: ignore[union-attr]
     if is_by_mpi:
-        monkeypatch.setattr(operations.node, "select", lambda *_: Algorithm.MPI)
+        monkeypatch.setattr(executor.node, "select", lambda *_: Algorithm.MPI)
     submit = executor.submit
     monkeypatch.setattr(executor, "submit", lambda *args: prepared.append(args[0]) or submit(*args))
     is_general = world.rank in slow_ranks

@@ -119,8 +119,8 @@ def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
 ) -> None:
     pretend(monkeypatch, has_gpu=True, is_claimed=report == "direct", failures=[])
     handle = dist.new_group()
-    operations = handle._operations
-    assert isinstance(operations.transport, Staged if report == "staged" else GPUDirect)
+    executor = handle._executor
+    assert isinstance(executor.transport, Staged if report == "staged" else GPUDirect)
     cut: list[torch.Tensor] = []
     monkeypatch.setattr(Staged, "_in_chunks", lambda *args: cut.append(args[0]))
     quick, done = handle._fast_path.allreduce, []
@@ -132,7 +132,7 @@ def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
         assert torch.equal(each, torch.full_like(each, total))
     assert not cut
     assert [work is not None for work in done] == [True, report == "direct"]  # for 3 elements and for 16 MiB
-    assert operations.node._comms
+    assert executor.node._comms
     dist.destroy_process_group(handle)
 
 

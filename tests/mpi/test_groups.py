@@ -101,7 +101,7 @@ def test_a_destroyed_group_cannot_be_used(world: mpicomm.World, is_async: bool) 
 
 def test_a_destroyed_group_frees_its_communicator(world: mpicomm.World) -> None:
     group = dist.new_group(list(range(world.size)))
-    comm = group._operations.comm
+    comm = group._executor.comm
     dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
     assert comm != mpi.api().COMM_NULL
     dist.destroy_process_group(group)

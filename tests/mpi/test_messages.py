@@ -17,7 +17,7 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm import mpi
 from mpicomm.backend import mpi_calls
-from mpicomm.backend.work import MessageWork
+from mpicomm.backend.messages import MessageWork
 from tests.mpi.sweep import sweep
 from tests.time_limits import scaled, wait_until
 from tests.worlds import Group, on_groups
@@ -264,7 +264,7 @@ def test_a_large_message_arrives_while_its_rank_does_something_else(world: mpico
     tensor = torch.full((8_000_000,), 1.0 + world.rank)
     start = [lambda: dist.isend(tensor, 1), lambda: dist.irecv(tensor, 0)]
     if world.rank == busy:
-        poller = dist.group.WORLD._operations.executor.messages._get_poller()
+        poller = dist.group.WORLD._executor.messages._get_poller()
         assert mpi.poll(lambda: poller.is_idle, scaled(30))
         work = start[busy]()
         store.set(started, "")
@@ -292,7 +292,7 @@ def test_the_progress_thread_sleeps_without_messages(world: mpicomm.World) -> No
             works.append(dist.isend(torch.ones(1_000_000), other, group=group))
             for work in works:
                 work.wait()
-            poller = group._operations.executor.messages._poller
+            poller = group._executor.messages._poller
             assert mpi.poll(functools.partial(getattr, poller, "is_idle"), scaled(10), longest_pause=0.01)
     dist.destroy_process_group(group)
     assert poller is None or not poller._thread.is_alive()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.backend import torch_internals, versions, work
+from mpicomm.backend import compatibility, torch_internals, work
 from tests.mpi import test_collectives
 from tests.mpi.counts import limit
 from tests.mpi.sweep import sweep
@@ -369,7 +369,7 @@ def test_the_monitored_barrier_does_not_wait_for_queued_operations(world: mpicom
 
 
 @pytest.mark.each_torch("profiler")
-@pytest.mark.skipif(versions.of_torch() < (2, 12), reason="torch loses spans that end on another thread")
+@pytest.mark.skipif(compatibility.torch_version() < (2, 12), reason="torch loses spans that end on another thread")
 @WHEN
 @on_groups("world", "parity")
 def test_the_profiler_sees_operations_with_their_shapes(group: Group, is_async: bool) -> None:
@@ -407,4 +407,4 @@ def test_the_profiler_keeps_nothing_of_messages_that_are_through(world: mpicomm.
             works.append(dist.irecv(torch.ones(1), (world.rank - 1) % world.size))
             for work in works:
                 work.wait()
-    assert not dist.group.WORLD._operations.executor.messages._spans
+    assert not dist.group.WORLD._executor.messages._spans

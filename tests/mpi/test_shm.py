@@ -67,7 +67,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def path_of(handle: dist.ProcessGroup) -> Any:
-    return handle._operations.node  # type: ignore[attr-defined]
+    return handle._executor.node  # type: ignore[attr-defined]
 
 
 def start_and_wait(tensor: torch.Tensor, *arguments: Any, group: dist.ProcessGroup) -> None:
@@ -206,7 +206,7 @@ def test_promises_with_and_without_the_library(
         monkeypatch.setenv(setting, "0")
     handle = make()
     reduction_guarantees.check([3, 5000], handle)
-    uses_slots = path_of(handle)._slots is not None
+    uses_slots = path_of(handle).slots is not None
     assert uses_slots == (not setting and world.size > 1 and nodes.has_library())
 
 
@@ -342,7 +342,7 @@ def test_nodes_that_cannot_make_two_levels(make: Make, world: mpicomm.World, tak
         warnings.simplefilter("always")
         path._open()
     path._comm = comm
-    assert world.comm.allgather(path._hierarchical is None) == [True] * world.size
+    assert world.comm.allgather(path.hierarchical is None) == [True] * world.size
     tensor = torch.full((1000,), float(world.rank))
     dist.all_reduce(tensor, group=handle)
     assert torch.equal(tensor, torch.full((1000,), float(sum(range(world.size)))))

@@ -48,7 +48,7 @@ def make(world: mpicomm.World) -> Iterator[Make]:
 
 
 def selector_of(handle: dist.ProcessGroup) -> Any:
-    return handle._operations.node  # type: ignore[attr-defined]
+    return handle._executor.node  # type: ignore[attr-defined]
 
 
 def slots_of(comm: Any) -> NativeSlots:

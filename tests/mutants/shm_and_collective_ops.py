@@ -167,7 +167,7 @@ if reduction.wide is not None:
     ),
     # -- transport of tensors to MPI ------------------------------------------------------------------------
     Mutant(
-        "ShmSelector._open",
+        "AlgorithmSelector._open",
         old="agreement.all_true(self._comm, self._is_wanted and native.library() is not None)",
         new="self._is_wanted and native.library() is not None",
         fault="Some ranks use shared memory although a rank does not.",
@@ -175,7 +175,7 @@ if reduction.wide is not None:
         ranks=2,
     ),
     Mutant(
-        "ShmSelector._open",
+        "AlgorithmSelector._open",
         old="len(sizes) > 1 or sizes == {1}",
         new="sizes == {1}",
         fault="Nodes with different numbers of ranks use the hierarchical algorithm, with slices that do not match.",
@@ -183,7 +183,7 @@ if reduction.wide is not None:
         ranks=4,
     ),
     Mutant(
-        "ShmSelector.close",
+        "AlgorithmSelector.close",
         old="""
 while self._comms:
     mpi.free(self._comms.pop())
@@ -194,7 +194,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "ShmSelector._open",
+        "AlgorithmSelector._open",
         old="agreement.all_true(self._comm, slots is not None)",
         new="slots is not None",
         fault="If one node has no shared memory, the ranks of the other nodes continue without that node.",
@@ -218,7 +218,7 @@ while self._comms:
     ),
     Mutant(
         "_delegate.method",
-        old="self._operations.executor.batch.add(work)",
+        old="self._executor.batch.add(work)",
         fault="The work of a batch does not wait for the operations of the inner backend.",
         tests="tests/mpi/test_composite.py -k test_a_batch_of_calls_inside",
         ranks=4,
@@ -232,15 +232,15 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "DebugCheck._explain",
-        old="self._ranks",
+        "GroupState.compare_calls",
+        old="list(self.record.ranks)",
         new="range(len(calls))",
         fault="A mismatch reports ranks in the group as if they were ranks of the job.",
         tests="tests/mpi/test_debug.py -k test_a_mismatch_names_the_ranks",
         ranks=4,
     ),
     Mutant(
-        "DebugCheck.check",
+        "GroupState.compare_calls",
         old='f"#{operation.sequence} {call}"',
         new="call",
         fault="The ranks do not compare their numbers of collectives.",
@@ -264,7 +264,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "make_world",
+        "make_by_options",
         old="world.Dup",
         new="lambda: world",
         fault="The group of all ranks uses, and frees, the communicator that the user has.",
@@ -279,7 +279,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "_make_operations",
+        "make_by_options",
         old="options.timeout.total_seconds()",
         new="options.timeout.seconds",
         fault="A timeout loses its fractions of a second and its days.",
@@ -498,7 +498,7 @@ return made
         ranks=4,
     ),
     Mutant(
-        "ShmSelector._advance",
+        "AlgorithmSelector._advance",
         old="self._comms[0]",
         new="self._comm",
         fault="A rank that waits in slots lets MPI progress only while no message is pending.",

@@ -44,4 +44,4 @@ def test_the_smallest_size_of_each_operation(
 
 def test_an_operation_without_a_row_is_computed_by_mpi() -> None:
     choices = Choices(3)
-    assert choices.select(None, 2**30) is choices.select("barrier", 2**30) is Algorithm.MPI
+    assert choices.select("barrier", 2**30) is Algorithm.MPI

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from mpicomm.backend import backward_errors, torch_internals
+from mpicomm.backend import future_callbacks, torch_internals
 from mpicomm.backend.future_callbacks import all_of
 
 
@@ -17,7 +17,7 @@ class LossOfContactError(Exception):
 
 
 def record(error: Exception) -> None:
-    for errors in backward_errors.running():
+    for errors in future_callbacks.running_passes():
         errors.append(error)
 
 
@@ -44,7 +44,7 @@ def test_several_futures_fail_with_the_one_that_failed() -> None:
 
 
 def test_the_pass_in_which_an_operation_failed_raises_its_error_once() -> None:
-    backward_errors.watch()
+    future_callbacks.watch_backward()
     weight = torch.ones(1, requires_grad=True)
     record(LossOfContactError("before"))
     (2 * weight).sum().backward()  # does not raise
@@ -56,7 +56,7 @@ def test_the_pass_in_which_an_operation_failed_raises_its_error_once() -> None:
 
 
 def test_the_first_error_is_raised_also_after_a_pass_within_the_pass() -> None:
-    backward_errors.watch()
+    future_callbacks.watch_backward()
 
     def fail(_: torch.Tensor) -> None:
         record(LossOfContactError("first"))
@@ -71,7 +71,7 @@ def test_the_first_error_is_raised_also_after_a_pass_within_the_pass() -> None:
 
 
 def test_another_error_of_the_pass_is_the_cause() -> None:
-    backward_errors.watch()
+    future_callbacks.watch_backward()
 
     def fail(_: torch.Tensor) -> None:
         record(LossOfContactError("first"))
@@ -87,7 +87,7 @@ def test_another_error_of_the_pass_is_the_cause() -> None:
 @pytest.mark.parametrize("is_of_gpu", [False, True])
 def test_passes_of_several_threads_raise_their_own_errors(is_of_gpu: bool) -> None:
     """An operation that a thread of a GPU started may belong to each of the passes."""
-    backward_errors.watch()
+    future_callbacks.watch_backward()
     phase, has_ended = threading.Barrier(2, timeout=60), threading.Event()
 
     def run(name: str) -> None:
