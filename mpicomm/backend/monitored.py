@@ -6,8 +6,8 @@ from array import array
 from typing import TYPE_CHECKING
 
 from mpicomm import mpi
+from mpicomm.arguments import Deadline
 from mpicomm.backend import mpi_calls
-from mpicomm.durations import Deadline
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
-from mpicomm.arguments import seconds_of
+from mpicomm.arguments import Deadline, seconds_of
 from mpicomm.backend import dtypes, torch_internals
 from mpicomm.backend.future_callbacks import OrderedFuture, Queue, all_of
-from mpicomm.durations import Deadline
 from mpicomm.errors import MpicommError
 from mpicomm.watchdog import flight_recorder, rank_failures
 from mpicomm.watchdog.flight_recorder import Operation
@@ -423,7 +422,7 @@ def _wait(work: dist.Work, deadline: Deadline | None) -> bool:
         return work.wait()
     if isinstance(work, _Work):  # takes a deadline too
         return work.wait(deadline)  # type: ignore[arg-type]
-    return work.wait(datetime.timedelta(seconds=max(deadline.left(), _LEAST_SECONDS)))
+    return work.wait(datetime.timedelta(seconds=max(deadline.count_down(), _LEAST_SECONDS)))
 
 
 def _deadline(timeout: Timeout | float) -> Deadline | None:

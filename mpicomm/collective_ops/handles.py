@@ -19,12 +19,11 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from mpicomm import arguments, mpi
-from mpicomm.arguments import FLAG, in_seconds
+from mpicomm.arguments import FLAG, Deadline, in_seconds
 from mpicomm.backend import torch_internals
 from mpicomm.backend.future_callbacks import all_of
 from mpicomm.collective_ops import autograd
 from mpicomm.collective_ops.group_argument import GroupArgument
-from mpicomm.durations import Deadline
 from mpicomm.watchdog import flight_recorder
 
 T = TypeVar("T")

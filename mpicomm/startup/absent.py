@@ -186,7 +186,7 @@ def _rank_of(pid: int, variable: str) -> int | None:
     """Return the rank in the environment of a process; None if it is not set, or another user owns the process."""
     for entry in _read(f"/proc/{pid}/environ").split("\0"):
         name, _, value = entry.partition("=")
-        if name == variable and value.isdigit():
+        if name == variable and value.isdecimal():
             return int(value)
     return None
 

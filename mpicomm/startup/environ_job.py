@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from mpicomm.arguments import PORT
 from mpicomm.errors import LaunchError, RendezvousError, raised_on_all_ranks
 from mpicomm.launch import allocation, detect
 from mpicomm.launch.detect import Launch
@@ -26,8 +27,8 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
         hang_seconds: Seconds after which a notice names absent ranks.
 
     Raises:
-        LaunchError: If the arguments require MPI, MASTER_ADDR or MASTER_PORT is not set, or torch.distributed is
-            already initialized.
+        LaunchError: If the arguments require MPI, MASTER_ADDR or MASTER_PORT is not set, MASTER_PORT is not a
+            port, or torch.distributed is already initialized.
         RendezvousError: If the store cannot be reached, or ranks do not arrive within the timeout.
         DeviceError: If this process does not have the requested device.
     """
@@ -64,6 +65,7 @@ def _check(request: StartRequest, launch: Launch) -> None:
             f"{launch.title} did not set {' and '.join(missing)}, and the ranks cannot agree on it without MPI.\n"
             f"Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, on all ranks."
         )
+    PORT.check(os.environ["MASTER_PORT"], "MASTER_PORT")
     other_group.refuse(request.backend)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mpicomm import agreement
+from mpicomm.arguments import PORT
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError, raised_on_all_ranks
 from mpicomm.startup import interfaces, open_files
 from mpicomm.startup.topology import Topology
@@ -166,8 +167,7 @@ def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -
 
 def _given_port(environ: Mapping[str, str]) -> int:
     text = environ.get("MASTER_PORT") or "0"
-    if not text.isdigit() or int(text) > 65535:
-        raise LaunchError(f"MASTER_PORT must be a number from 1 to 65535, got {text}.\nCorrect it, or unset it.")
+    PORT.check(text, "MASTER_PORT")
     return int(text)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 from mpicomm import mpi
-from mpicomm.durations import Deadline
+from mpicomm.arguments import Deadline
 from mpicomm.errors import RendezvousError, raised_on_all_ranks
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def _wait_for_rank_0(
     is_here = mpi.poll(has_received, first, longest_pause=_LONGEST_PAUSE)
     if not is_here and comm.rank == 1:  # one rank prints for all
         print_notice(_named([0], hosts))
-    deadline = Deadline(timeout + _GRACE - first.passed())
-    while (not answers or answers[-1] is _STILL_WAITING) and deadline.left() > 0:
+    deadline = Deadline(timeout + _GRACE - first.count_up())
+    while (not answers or answers[-1] is _STILL_WAITING) and deadline.count_down() > 0:
         mpi.poll(has_received, deadline, longest_pause=_LONGEST_PAUSE)
     if not answers or answers[-1] is _STILL_WAITING:
         return None

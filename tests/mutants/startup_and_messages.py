@@ -277,6 +277,13 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
+        "whole_number",
+        old="text.isdecimal()",
+        new="text.isdigit()",
+        fault="MASTER_PORT=\u00b2 is a ValueError of int() that does not name the variable.",
+        tests="tests/unit/test_rendezvous.py -k invalid_port",
+    ),
+    Mutant(
         "in_seconds",
         old="shortest <= seconds_of(value) <= _LONGEST_TIMEOUT",
         new="not (seconds_of(value) < shortest or seconds_of(value) > _LONGEST_TIMEOUT)",
@@ -291,7 +298,7 @@ MUTANTS = [
         tests="tests/unit/test_batches.py",
     ),
     Mutant(
-        "Deadline.left",
+        "Deadline.count_down",
         old="min(now - self._looked, self._longest_gap)",
         new="now - self._looked",
         fault="A job that was suspended for longer than the timeout ends when it continues.",

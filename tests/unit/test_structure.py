@@ -22,7 +22,6 @@ LAYERS = {
     "errors": 0,
     "settings": 0,
     "arguments": 0,
-    "durations": 0,
     "host_info": 0,
     "metrics_file": 0,
     "rank_log": 0,
