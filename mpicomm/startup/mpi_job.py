@@ -26,8 +26,8 @@ from mpicomm.launch.detect import Launch
 from mpicomm.settings import SPARES, Settings
 from mpicomm.shm import native
 from mpicomm.startup import backend_choice, devices, notice, other_group, rendezvous, topology, unused_hosts
+from mpicomm.startup.missing_ranks import Notice, wait_for_all_ranks
 from mpicomm.startup.start_request import JoinedJob, StartRequest, this_command
-from mpicomm.startup.startup_barrier import Notice, startup_barrier
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -127,7 +127,7 @@ def join(
     limit = request.wait_limit
     missing_notice = Notice(notice.seconds_before(settings.seconds_to_report, limit), write_notice)
     hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
-    startup_barrier(base, "bootstrap()", limit, missing_notice, hosts)
+    wait_for_all_ranks(base, "bootstrap()", limit, missing_notice, hosts)
     # 2. agree on the plan
     comm = base.Dup()
     listeners: list[socket.socket] = []

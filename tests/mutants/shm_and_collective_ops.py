@@ -271,9 +271,9 @@ while self._comms:
         tests="tests/launch/test_exit.py -k several",
     ),
     Mutant(
-        "MonitoredBarrier._has_reported",
-        old="number[0] < self._number",
-        new="not number[0]",
+        "NamingBarrier.missing",
+        old="number < self._number",
+        new="not number",
         fault="A rank that was late at one monitored barrier counts as present at the next.",
         tests="tests/mpi/test_monitored_barrier.py",
         ranks=4,

@@ -277,6 +277,13 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
+        "wait_for_all_ranks",
+        old="if count:",
+        new="if False:",
+        fault="bootstrap() continues without the ranks that have not arrived.",
+        tests="tests/launch/test_failures.py -k one_rank_is_missing",
+    ),
+    Mutant(
         "whole_number",
         old="text.isdecimal()",
         new="text.isdigit()",
