@@ -241,7 +241,7 @@ MUTANTS = [
         tests="tests/launch/test_torchrun.py -k COMM_WORLD",
     ),
     Mutant(
-        "absent.report",
+        "notice.report",
         old="min(filter(_may_print, waiting_ranks), default=None)",
         new="min(waiting_ranks, default=None)",
         fault="In a job of many nodes, one rank of each node prints a notice about absent ranks.",
