@@ -55,8 +55,8 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from mpicomm.recovery import recover
-    from mpicomm.runtime import bootstrap, dump_flight_recorder
-    from mpicomm.session import World, current_world, shutdown
+    from mpicomm.runtime import bootstrap, dump_flight_recorder, shutdown
+    from mpicomm.session import World, current_world
     from mpicomm.training.callbacks import Callback
     from mpicomm.training.combined_optimizer import CombinedOptimizer
     from mpicomm.training.figure_monitors import BestCheckpoint, EarlyStopping
@@ -97,7 +97,7 @@ _HOMES = {
     "bootstrap": "mpicomm.runtime",
     "current_world": "mpicomm.session",
     "recover": "mpicomm.recovery",
-    "shutdown": "mpicomm.session",
+    "shutdown": "mpicomm.runtime",
     "World": "mpicomm.session",
     "dump_flight_recorder": "mpicomm.runtime",
     "bf16_compression_hook": "mpicomm.training.hooks",

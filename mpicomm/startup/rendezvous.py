@@ -15,7 +15,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -40,7 +40,7 @@ def environ_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value for name, value in environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
 
 
-def listen(where: Topology, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:
+def listen(topology: Topology, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:
     """Listen on rank 0 for the connections of the job's store.
 
     The address is MASTER_ADDR if it is set, loopback on a single node, otherwise each of this host's addresses.
@@ -55,15 +55,15 @@ def listen(where: Topology, environ: Mapping[str, str], interface: str | None) -
         RendezvousError: On an unexpected error.
     """
     with _explained():
-        open_files.require_on_rank_0(where)
-        return _listen(where.num_nodes, environ, interface)
+        open_files.require_on_rank_0(topology)
+        return _listen(topology.num_nodes, environ, interface)
 
 
 def open_store(
     comm: Intracomm,
-    where: Topology,
+    topology: Topology,
     listeners: list[socket.socket],
-    places: list[tuple[str, int]],
+    places: Sequence[tuple[str, int]],
     token: bytes,
     timeout: datetime.timedelta,
     connect_limit: datetime.timedelta | None = None,
@@ -86,7 +86,7 @@ def open_store(
         RendezvousError: On every rank, if no address of rank 0 is reachable from every node, or the store cannot be
             opened.
     """
-    chosen = 0 if where.num_nodes == 1 else _prove(comm, where, listeners, places, token)
+    chosen = 0 if topology.num_nodes == 1 else _prove(comm, topology, listeners, places, token)
     address, port = places[chosen]
     store: dist.Store | None = None
 
@@ -180,14 +180,14 @@ def _given_addresses(environ: Mapping[str, str], interface: str | None, num_node
             return []
         return addresses
     if interface:
-        found = [address for name, address in interfaces.listed() if interface in (name, address)]
-        if not found:
+        matching = [address for name, address in interfaces.listed() if interface in (name, address)]
+        if not matching:
             have = ", ".join(f"{name} ({address})" for name, address in interfaces.listed())
             raise LaunchError(
                 f"MPICOMM_INTERFACE={interface} is not an interface of rank 0's host {socket.gethostname()}.\n"
                 f"Set it to one of {have}, or unset it."
             )
-        return found
+        return matching
     return []
 
 
@@ -227,7 +227,7 @@ def own_addresses() -> list[str]:
 
 
 def _prove(
-    comm: Intracomm, where: Topology, listeners: list[socket.socket], places: list[tuple[str, int]], token: bytes
+    comm: Intracomm, topology: Topology, listeners: list[socket.socket], places: Sequence[tuple[str, int]], token: bytes
 ) -> int:
     """Return the index of the first address at which every node reaches rank 0 (collective).
 
@@ -240,7 +240,7 @@ def _prove(
     if comm.rank == 0:
         answering.start()
     # 2. one rank of every other node tries all addresses
-    is_asking = where.local_rank == 0 and comm.rank != 0
+    is_asking = topology.local_rank == 0 and comm.rank != 0
     for seconds in _PROOF_SECONDS:
         by_rank = comm.allgather(_reached(places, token, seconds) if is_asking else [True] * len(places))
         common = [index for index, received in enumerate(zip(*by_rank, strict=True)) if all(received)]
@@ -250,11 +250,11 @@ def _prove(
     if comm.rank == 0:
         answering.join()
     if not common:
-        raise raised_on_all_ranks(RendezvousError(_nowhere(places, by_rank, where)))
+        raise raised_on_all_ranks(RendezvousError(_nowhere(places, by_rank, topology)))
     return common[0]
 
 
-def _reached(places: list[tuple[str, int]], token: bytes, seconds: float) -> list[bool]:
+def _reached(places: Sequence[tuple[str, int]], token: bytes, seconds: float) -> list[bool]:
     """Return for every address whether rank 0 answers there."""
     with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
         return list(pool.map(lambda place: reaches(place, token, seconds), places))
@@ -290,15 +290,15 @@ def reaches(place: tuple[str, int], token: bytes, seconds: float = _PROOF_SECOND
     return secrets.compare_digest(answer, token)
 
 
-def _nowhere(places: list[tuple[str, int]], by_rank: list[list[bool]], where: Topology) -> str:
+def _nowhere(places: Sequence[tuple[str, int]], by_rank: list[list[bool]], topology: Topology) -> str:
     lines = []
     for index, (address, _) in enumerate(places):
-        unreachable = sorted({where.hosts[rank] for rank, received in enumerate(by_rank) if not received[index]})
+        unreachable = sorted({topology.hosts[rank] for rank, received in enumerate(by_rank) if not received[index]})
         lines.append(
             f"  {address}: not reached from {', '.join(unreachable[:8])}{' ...' if len(unreachable) > 8 else ''}"
         )
     return (
-        f"rank 0 on {where.hosts[0]} has no address that every node can reach.\n"
+        f"rank 0 on {topology.hosts[0]} has no address that every node can reach.\n"
         + "\n".join(lines)
         + "\nSet MASTER_ADDR (or MPICOMM_INTERFACE) to the network that all nodes share, and open it in the firewall."
     )

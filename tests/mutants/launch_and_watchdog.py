@@ -933,7 +933,7 @@ else:
         tests="tests/launch/test_failures.py -k one_rank_is_missing",
     ),
     Mutant(
-        "unused_hosts.refuse",
+        "_refuse_unused_hosts",
         old="raise LaunchError(problem)",
         fault="In Kubernetes, a job whose launcher ignored the host file runs all ranks in one container.",
         tests="tests/launch/test_unused_hosts.py",
