@@ -284,6 +284,13 @@ MUTANTS = [
         tests="tests/unit/test_rendezvous.py -k invalid_port",
     ),
     Mutant(
+        "mpicomm.__getattr__",
+        old='name == "__all__"',
+        new="False",
+        fault="`from mpicomm import *` and dir(mpicomm) have no public names.",
+        tests="tests/unit/test_structure.py -k star_import",
+    ),
+    Mutant(
         "wait_for_all_ranks",
         old="if count:",
         new="if False:",
