@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import datetime
 import ipaddress
+import os
 import secrets
 import selectors
 import socket
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 STORE_OF_RANK = "_MPICOMM_RANK_STORE"  # set in a rank, for its children: the address and the port of its store
+_BACKLOG = 4096  # pending connections, so that all ranks of a large job may connect at once
 _PROOF_SECONDS = (0.5, 5.0)  # two rounds: with a network that drops packets, most starts need only the short one
 
 
@@ -151,11 +153,13 @@ def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -
     listeners, errors = [], []
     for address in addresses:
         try:
-            listeners.append(_bind(address, port))
+            # create_server sets SO_REUSEADDR: the port of MASTER_PORT may be in TIME_WAIT since the previous job.
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listeners.append(socket.create_server((address, port), family=family, backlog=_BACKLOG))
         except OSError as error:
             name = environ.get("MASTER_ADDR") or address
             asked = "" if name == address else f" (MASTER_ADDR={name})"
-            errors.append(f"{address}{asked} port {port}: {error.strerror}")
+            errors.append(f"{address}{asked} port {port}: {os.strerror(error.errno or 0)}")
     if not listeners:
         raise LaunchError(
             f"rank 0 on {socket.gethostname()} cannot listen on any address: "
@@ -200,20 +204,6 @@ def _resolve(name: str) -> list[str]:
             f"Set it to an address of rank 0's host, or unset it to let mpicomm choose one."
         ) from None
     return list(dict.fromkeys(str(info[4][0]) for info in infos))
-
-
-def _bind(address: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # The port of MASTER_PORT may be in TIME_WAIT since the previous job.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(4096)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def own_addresses() -> list[str]:
