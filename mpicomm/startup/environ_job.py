@@ -15,7 +15,7 @@ from mpicomm.arguments import PORT
 from mpicomm.errors import LaunchError, RendezvousError, raised_on_all_ranks
 from mpicomm.launch import allocation, detect
 from mpicomm.launch.detect import Launch
-from mpicomm.startup import devices, notice, open_files, plan, topology
+from mpicomm.startup import devices, missing_ranks, notice, open_files, plan, topology
 from mpicomm.startup.plan import JoinedJob, Plan
 from mpicomm.startup.start_request import StartRequest, this_command
 
@@ -55,11 +55,12 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
 
 def _check(request: StartRequest, launch: Launch) -> None:
     if argument := _argument_that_needs_mpi(request):
+        launcher = "mpicomm run --fault-tolerant" if request.recovers else "mpirun"
         raise raised_on_all_ranks(
             LaunchError(
                 f"{argument} needs MPI, but this process was started by {launch.title}, without MPI.\n"
                 f"Call bootstrap() without {argument.partition('=')[0]}=, or start with MPI:\n"
-                f"  {_start_with_mpi(request, launch)}"
+                f"  {launcher} -n {launch.size} {this_command()}"
             )
         )
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
@@ -77,11 +78,6 @@ def _argument_that_needs_mpi(request: StartRequest) -> str:
     if request.recovers:
         return f"on_failure={request.on_failure!r}"
     return f"backend={request.backend!r}" if plan.needs_mpi(request.backend) else ""
-
-
-def _start_with_mpi(request: StartRequest, launch: Launch) -> str:
-    launcher = "mpicomm run --fault-tolerant" if request.recovers else "mpirun"
-    return f"{launcher} -n {launch.size} {this_command()}"
 
 
 def _warn(request: StartRequest, launch: Launch) -> None:
@@ -121,10 +117,6 @@ def _nodes_and_hosts(store: dist.Store, rank: int, size: int, wait_limit: float)
     try:
         places = [place.decode().split(" ", 1) for place in store.multi_get(keys)]
     except dist.DistError:
-        missing = [f"rank {number}" for number in range(size) if not store.check([keys[number]])]
-        raise RendezvousError(
-            f"bootstrap(): timed out after {wait_limit:g} s: {len(missing)} of {size} ranks did not arrive: "
-            f"{', '.join(missing)}.\n"
-            f"Check that every rank calls mpicomm.bootstrap(), or increase bootstrap(timeout=...)."
-        ) from None
+        missing = [number for number in range(size) if not store.check([keys[number]])]
+        raise missing_ranks.error_of("bootstrap()", wait_limit, size, len(missing), missing) from None
     return [node for node, _ in places], [host for _, host in places]

@@ -169,13 +169,27 @@ def wait_for_all_ranks(
     # 2. raise the same error on all ranks
     barrier.complete_sends()
     if count:
-        raise raised_on_all_ranks(
-            RendezvousError(
-                f"{phase}: timed out after {timeout:.0f} s: {count} of {comm.size} ranks did not arrive: "
-                f"{_listed(count, missing, hosts)}.\n"
-                f"Check what these ranks execute before bootstrap(), or increase bootstrap(timeout=...)."
-            )
-        )
+        raise raised_on_all_ranks(error_of(phase, timeout, comm.size, count, missing, hosts))
+
+
+def error_of(
+    phase: str, timeout: float, size: int, count: int, missing: Sequence[int], hosts: tuple[str, ...] = ()
+) -> RendezvousError:
+    """Return the error of ranks that wait for others.
+
+    Args:
+        phase: The operation in which they wait.
+        timeout: The seconds that they have waited.
+        size: The number of ranks of the job.
+        count: The number of missing ranks.
+        missing: The missing ranks, or the first of them.
+        hosts: The host of every rank; empty if not known.
+    """
+    return RendezvousError(
+        f"{phase}: timed out after {timeout:.0f} s: {count} of {size} ranks did not arrive: "
+        f"{_listed(count, missing, hosts)}.\n"
+        f"Check what these ranks execute before bootstrap(), or increase bootstrap(timeout=...)."
+    )
 
 
 def _listed(count: int, ranks: Sequence[int], hosts: tuple[str, ...]) -> str:
