@@ -13,181 +13,111 @@ import importlib
 
 from mpicomm.backend import plugin as _plugin
 
+__version__ = "0.1.0"
+
+# The public names, and the only list of them: type checkers read these imports as statements, and `_homes` as a table.
+# `a as a` declares to type checkers that the name is public.
 TYPE_CHECKING = False  # type checkers recognise the name; importing typing would take longer than this package
 if TYPE_CHECKING:
     from typing import Any
 
     from mpicomm.collective_ops.collectives import (
-        all_gather,
-        all_gather_object,
-        all_reduce,
-        all_to_all,
-        all_to_all_object,
-        barrier,
-        broadcast,
-        broadcast_object,
-        gather,
-        gather_object,
-        reduce,
-        reduce_scatter,
+        all_gather as all_gather,
+        all_gather_object as all_gather_object,
+        all_reduce as all_reduce,
+        all_to_all as all_to_all,
+        all_to_all_object as all_to_all_object,
+        barrier as barrier,
+        broadcast as broadcast,
+        broadcast_object as broadcast_object,
+        gather as gather,
+        gather_object as gather_object,
+        reduce as reduce,
+        reduce_scatter as reduce_scatter,
     )
-    from mpicomm.collective_ops.handles import Handle, as_completed, wait_all
+    from mpicomm.collective_ops.handles import (
+        Handle as Handle,
+        as_completed as as_completed,
+        wait_all as wait_all,
+    )
     from mpicomm.collective_ops.point_to_point import (
-        irecv,
-        isend,
-        recv,
-        recv_object,
-        scatter,
-        scatter_object,
-        send,
-        send_object,
-        sendrecv,
+        irecv as irecv,
+        isend as isend,
+        recv as recv,
+        recv_object as recv_object,
+        scatter as scatter,
+        scatter_object as scatter_object,
+        send as send,
+        send_object as send_object,
+        sendrecv as sendrecv,
     )
     from mpicomm.errors import (
-        CheckpointError,
-        DeviceError,
-        LaunchError,
-        MismatchError,
-        MpicommError,
-        MPINotFoundError,
-        RankFailedError,
-        RendezvousError,
-        TrainingError,
+        CheckpointError as CheckpointError,
+        DeviceError as DeviceError,
+        LaunchError as LaunchError,
+        MismatchError as MismatchError,
+        MpicommError as MpicommError,
+        MPINotFoundError as MPINotFoundError,
+        RankFailedError as RankFailedError,
+        RendezvousError as RendezvousError,
+        TrainingError as TrainingError,
     )
-    from mpicomm.recovery import recover
-    from mpicomm.runtime import bootstrap, dump_flight_recorder
-    from mpicomm.session import World, current_world, shutdown
-    from mpicomm.training.callbacks import Callback
-    from mpicomm.training.combined_optimizer import CombinedOptimizer
-    from mpicomm.training.figure_monitors import BestCheckpoint, EarlyStopping
-    from mpicomm.training.hooks import bf16_compression_hook
-    from mpicomm.training.learning_rates import LearningRateLogger
-    from mpicomm.training.preemption import Preempted
-    from mpicomm.training.preparation import PreparedLoader, prepare
-    from mpicomm.training.trainer import Trainer
-    from mpicomm.training.weight_average import EMA
+    from mpicomm.recovery import recover as recover
+    from mpicomm.runtime import (
+        bootstrap as bootstrap,
+        dump_flight_recorder as dump_flight_recorder,
+        shutdown as shutdown,
+    )
+    from mpicomm.session import (
+        World as World,
+        current_world as current_world,
+    )
+    from mpicomm.training.callbacks import Callback as Callback
+    from mpicomm.training.combined_optimizer import CombinedOptimizer as CombinedOptimizer
+    from mpicomm.training.figure_monitors import (
+        BestCheckpoint as BestCheckpoint,
+        EarlyStopping as EarlyStopping,
+    )
+    from mpicomm.training.hooks import bf16_compression_hook as bf16_compression_hook
+    from mpicomm.training.learning_rates import LearningRateLogger as LearningRateLogger
+    from mpicomm.training.preemption import Preempted as Preempted
+    from mpicomm.training.preparation import (
+        PreparedLoader as PreparedLoader,
+        prepare as prepare,
+    )
+    from mpicomm.training.trainer import Trainer as Trainer
+    from mpicomm.training.weight_average import EMA as EMA
 
-__version__ = "0.1.0"
 
-_HOMES = {
-    "barrier": "mpicomm.collective_ops.collectives",
-    "all_reduce": "mpicomm.collective_ops.collectives",
-    "reduce": "mpicomm.collective_ops.collectives",
-    "reduce_scatter": "mpicomm.collective_ops.collectives",
-    "broadcast": "mpicomm.collective_ops.collectives",
-    "gather": "mpicomm.collective_ops.collectives",
-    "all_gather": "mpicomm.collective_ops.collectives",
-    "all_to_all": "mpicomm.collective_ops.collectives",
-    "broadcast_object": "mpicomm.collective_ops.collectives",
-    "gather_object": "mpicomm.collective_ops.collectives",
-    "all_gather_object": "mpicomm.collective_ops.collectives",
-    "all_to_all_object": "mpicomm.collective_ops.collectives",
-    "send": "mpicomm.collective_ops.point_to_point",
-    "isend": "mpicomm.collective_ops.point_to_point",
-    "recv": "mpicomm.collective_ops.point_to_point",
-    "irecv": "mpicomm.collective_ops.point_to_point",
-    "sendrecv": "mpicomm.collective_ops.point_to_point",
-    "scatter": "mpicomm.collective_ops.point_to_point",
-    "send_object": "mpicomm.collective_ops.point_to_point",
-    "recv_object": "mpicomm.collective_ops.point_to_point",
-    "scatter_object": "mpicomm.collective_ops.point_to_point",
-    "Handle": "mpicomm.collective_ops.handles",
-    "wait_all": "mpicomm.collective_ops.handles",
-    "as_completed": "mpicomm.collective_ops.handles",
-    "bootstrap": "mpicomm.runtime",
-    "current_world": "mpicomm.session",
-    "recover": "mpicomm.recovery",
-    "shutdown": "mpicomm.session",
-    "World": "mpicomm.session",
-    "dump_flight_recorder": "mpicomm.runtime",
-    "bf16_compression_hook": "mpicomm.training.hooks",
-    "Trainer": "mpicomm.training.trainer",
-    "Callback": "mpicomm.training.callbacks",
-    "BestCheckpoint": "mpicomm.training.figure_monitors",
-    "EarlyStopping": "mpicomm.training.figure_monitors",
-    "LearningRateLogger": "mpicomm.training.learning_rates",
-    "EMA": "mpicomm.training.weight_average",
-    "CombinedOptimizer": "mpicomm.training.combined_optimizer",
-    "Preempted": "mpicomm.training.preemption",
-    "prepare": "mpicomm.training.preparation",
-    "PreparedLoader": "mpicomm.training.preparation",
-    "MpicommError": "mpicomm.errors",
-    "MismatchError": "mpicomm.errors",
-    "LaunchError": "mpicomm.errors",
-    "MPINotFoundError": "mpicomm.errors",
-    "DeviceError": "mpicomm.errors",
-    "RankFailedError": "mpicomm.errors",
-    "RendezvousError": "mpicomm.errors",
-    "CheckpointError": "mpicomm.errors",
-    "TrainingError": "mpicomm.errors",
-}
+_table: dict[str, str] = {}
 
-__all__ = [  # noqa: RUF022  in the order of sorted(), which dir() has too
-    "BestCheckpoint",
-    "Callback",
-    "CheckpointError",
-    "CombinedOptimizer",
-    "DeviceError",
-    "EMA",
-    "EarlyStopping",
-    "Handle",
-    "LaunchError",
-    "LearningRateLogger",
-    "MPINotFoundError",
-    "MismatchError",
-    "MpicommError",
-    "Preempted",
-    "PreparedLoader",
-    "RankFailedError",
-    "RendezvousError",
-    "Trainer",
-    "TrainingError",
-    "World",
-    "__version__",
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_object",
-    "as_completed",
-    "barrier",
-    "bf16_compression_hook",
-    "bootstrap",
-    "broadcast",
-    "broadcast_object",
-    "current_world",
-    "dump_flight_recorder",
-    "gather",
-    "gather_object",
-    "irecv",
-    "isend",
-    "prepare",
-    "recover",
-    "recv",
-    "recv_object",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "scatter_object",
-    "send",
-    "send_object",
-    "sendrecv",
-    "shutdown",
-    "wait_all",
-]
+
+def _homes() -> dict[str, str]:
+    """Return the module of each public name, from the imports above."""
+    if not _table:
+        import re
+
+        with open(__file__, encoding="utf-8") as file:  # noqa: PTH123  importing pathlib takes longer than this package
+            text = file.read()
+        for module, names in re.findall(r"^    from (\S+) import (\([^)]*\)|.*)$", text, re.MULTILINE):
+            _table.update(dict.fromkeys(re.findall(r"(\w+) as \1\b", names), module))
+    return _table
 
 
 def __getattr__(name: str) -> Any:
-    """Resolve a public name on first use."""
-    if name not in _HOMES:
+    """Resolve a public name, or `__all__`, on first use."""
+    if name == "__all__":
+        value: Any = sorted([*_homes(), "__version__"])
+    elif name in _homes():
+        value = getattr(importlib.import_module(_homes()[name]), name)
+    else:
         raise AttributeError(f"module 'mpicomm' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return list(__getattr__("__all__"))
 
 
 _plugin.register_on_import_of_torch()

@@ -70,7 +70,7 @@ def failures(all_gather: AllGather, function: Callable[[], object], *kinds: type
         function()
     except kinds as error:
         failure = str(error) or type(error).__name__
-    return [(rank, each) for rank, each in enumerate(all_gather(failure)) if each is not None]
+    return [(rank, message) for rank, message in enumerate(all_gather(failure)) if message is not None]
 
 
 def run_on_all_ranks(
@@ -120,7 +120,7 @@ def digest(content: bytes) -> tuple[int, int]:
 def extremes(values: Iterable[int]) -> list[int]:
     """Return the values and their negations: their element-wise minimum over the ranks shows whether they are equal."""
     listed = list(values)
-    return [*listed, *[-each for each in listed]]
+    return [*listed, *[-value for value in listed]]
 
 
 def all_equal(least: Sequence[int]) -> bool:
@@ -131,7 +131,18 @@ def all_equal(least: Sequence[int]) -> bool:
 
 def ranks_by_value(values: Iterable[T], ranks: Iterable[int]) -> dict[T, list[int]]:
     """Return the ranks that have each value, in the order of the values."""
-    found: dict[T, list[int]] = {}
+    ranks_of: dict[T, list[int]] = {}
     for value, rank in zip(values, ranks, strict=True):
-        found.setdefault(value, []).append(rank)
-    return found
+        ranks_of.setdefault(value, []).append(rank)
+    return ranks_of
+
+
+# -- after failures --------------------------------------------------------------------------------------------------
+
+
+def succeeded_on_all(comm: Intracomm, is_done: bool) -> bool:
+    """Return whether a step is done on all processes, and none has failed (collective, also if `comm` is revoked)."""
+    try:
+        return bool(comm.Agree(is_done))
+    except mpi.api().Exception:  # of all processes: one has failed
+        return False

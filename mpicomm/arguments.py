@@ -1,4 +1,7 @@
-"""Checks of user arguments; every error states the expected value, the value got and the next step."""
+"""Checks of user arguments and environment variables, and deadlines.
+
+Every error states the expected value, the value got and the next step.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ import dataclasses
 import datetime
 import numbers
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
+from mpicomm.errors import LaunchError
+
 _SHOWN = 500  # the most characters of a value in a message
 _LONGEST_TIMEOUT = 1e9  # seconds: 31 years, so that a larger value is probably an error
+_LONGEST_GAP = 1.0  # seconds between two checks of a deadline that count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,22 +35,22 @@ class Expected:
     remedy: str = ""
     """The last line of the message, the next step; by default, to pass a value in range."""
 
-    def check(self, value: Any, name: str, what: str = "") -> None:
+    def check(self, value: Any, name: str, caller: str = "") -> None:
         """Check a value.
 
         Args:
             value: The value.
             name: The name of the argument.
-            what: The name of the function, if the traceback alone does not show it.
+            caller: The name of the function, if the traceback alone does not show it.
 
         Raises:
             TypeError: If the value is of another type.
             ValueError: If the value is out of range.
         """
         if not self.is_kind(value):
-            raise TypeError(self._message(self.kind, f"{shown(value)} ({type(value).__name__})", name, what))
+            raise TypeError(self._message(self.kind, f"{shown(value)} ({type(value).__name__})", name, caller))
         if not self.is_within(value):
-            raise ValueError(self._message(self.limits or self.kind, shown(value), name, what))
+            raise ValueError(self._message(self.limits or self.kind, shown(value), name, caller))
 
     def or_none(self) -> Expected:
         """Return a check that accepts None too."""
@@ -55,9 +62,9 @@ class Expected:
             is_within=lambda value: value is None or self.is_within(value),
         )
 
-    def _message(self, expected: str, got: str, name: str, what: str) -> str:
-        where = f"{what}: " if what else ""
-        return f"{where}{name} must be {expected}, got {got}.\n{self.remedy or f'Pass {expected}.'}"
+    def _message(self, expected: str, got: str, name: str, caller: str) -> str:
+        prefix = f"{caller}: " if caller else ""
+        return f"{prefix}{name} must be {expected}, got {got}.\n{self.remedy or f'Pass {expected}.'}"
 
 
 def shown(value: Any) -> str:
@@ -88,7 +95,7 @@ def number(limits: str, is_within: Callable[[Any], bool]) -> Expected:
 
 def one_of(*known: str) -> Expected:
     """Expect one of the given strings."""
-    names = [repr(each) for each in known]
+    names = [repr(word) for word in known]
     limits = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
     return Expected("a str", lambda value: isinstance(value, str), limits, lambda value: value in known)
 
@@ -135,6 +142,30 @@ def function(kind: str, remedy: str) -> Expected:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """The valid values of an environment variable."""
+
+    expected: str
+    is_valid: Callable[[str], bool]
+    default: str = ""
+    """The effect of unsetting the variable, for the message."""
+
+    def check(self, text: str, name: str) -> None:
+        """Check the value of a variable.
+
+        Raises:
+            LaunchError: If it is invalid.
+        """
+        if not self.is_valid(text):
+            raise LaunchError(f"{name} must be {self.expected}, got {text}.\nCorrect it, or unset it{self.default}.")
+
+
+def whole_number(least: int, most: float = float("inf")) -> Callable[[str], bool]:
+    """Return a check whether a text is a whole number within limits; unlike int(), isdigit() accepts `²`."""
+    return lambda text: text.isdecimal() and least <= int(text) <= most
+
+
 def _is_real(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
@@ -143,3 +174,41 @@ FLAG = instance("True or False", bool)
 TEXT = instance("a str", str)
 POSITIVE = integer(1)
 PATH = instance("a path (a str or an os.PathLike)", str, os.PathLike)
+PORT = Variable("a number from 1 to 65535", whole_number(0, 65535))  # 0, for any port, is not documented
+
+
+class Deadline:
+    """The end of a wait, in seconds during which this process ran.
+
+    The monotonic clock continues while a job is suspended (Ctrl-Z, `scontrol suspend`). A waiting thread checks its
+    deadline often, so a long gap between two checks means that the process was suspended. The part of a gap that
+    exceeds `longest_gap` does not count.
+    """
+
+    def __init__(self, seconds: float, longest_gap: float = _LONGEST_GAP) -> None:
+        """Begin the wait.
+
+        Args:
+            seconds: The length of the wait.
+            longest_gap: The most seconds between two checks that count.
+        """
+        self.seconds = seconds
+        """The length of the wait, in seconds."""
+
+        self._longest_gap = longest_gap
+        self._left = seconds
+        self._looked = time.monotonic()
+
+    def count_down(self) -> float:
+        """Count the time since the last call, and return the seconds left, negative once the deadline has passed.
+
+        Call it at least once per `longest_gap`.
+        """
+        now = time.monotonic()
+        self._left -= min(now - self._looked, self._longest_gap)
+        self._looked = now
+        return self._left
+
+    def count_up(self) -> float:
+        """Count the time since the last call, and return the seconds counted so far."""
+        return self.seconds - self.count_down()

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicomm.durations import Deadline
+from mpicomm.arguments import Deadline
 from mpicomm.errors import LaunchError, MpicommError, MPINotFoundError
 from mpicomm.launch.mpi_library import Library
 
@@ -104,13 +104,13 @@ def library() -> Library:
     """Return the description of the MPI library that mpi4py loads; MPI need not be initialised."""
     mpi = api()
     vendor, version = mpi.get_vendor()
-    found = Library(
+    loaded = Library(
         vendor=vendor,
         version=_version(version),
         path=_path_of("libmpi"),
         description=mpi.Get_library_version(),
     )
-    return dataclasses.replace(found, mpiexec=found.mpiexec_above())
+    return dataclasses.replace(loaded, mpiexec=loaded.mpiexec_above())
 
 
 def initialize(
@@ -187,7 +187,7 @@ def _inherited_connection() -> str:
     pid, _, connection = os.environ.get(_RANK_PROCESS, "").partition(" ")
     if connection and pid != str(os.getpid()) and name not in os.environ:  # a launcher that a rank starts sets it
         return f"{connection}, the connection to the launcher, belongs to process {pid}"
-    if name == "PMI_FD" and (text := os.environ.get(name, "")).isdigit():
+    if name == "PMI_FD" and (text := os.environ.get(name, "")).isdecimal():
         try:
             os.fstat(int(text))
         except OSError:  # `subprocess` closes the descriptor
@@ -345,7 +345,7 @@ def poll(done: Callable[[], bool], wait: float | Deadline, *, longest_pause: flo
             return True
     pause = 1e-5
     while not done():
-        if deadline.left() < 0:
+        if deadline.count_down() < 0:
             return False
         time.sleep(pause)
         pause = min(2 * pause, longest_pause)

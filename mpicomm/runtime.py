@@ -1,24 +1,29 @@
-"""`bootstrap()` forms one job of N processes.
+"""`bootstrap()` forms one job of N processes, and `shutdown()` ends it.
 
-Its steps: read the launcher's variables, initialise MPI, wait for all ranks, agree on the plan of the job, open the
-store, start the watchdog, initialise the process group. An error before the process group is initialised is raised with
-the same message on every rank that MPI has connected.
+The steps of bootstrap: read the launcher's variables, initialise MPI, wait for all ranks, agree on the plan of the job,
+open the store, start the watchdog, initialise the process group. An error before the process group is initialised is
+raised with the same message on every rank that MPI has connected.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import datetime
 import os
 import socket
+import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from mpicomm import mpi, recovery, session
 from mpicomm.arguments import PATH
+from mpicomm.backend import groups, torch_internals
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.launch import detect
 from mpicomm.session import World
@@ -26,9 +31,12 @@ from mpicomm.settings import Settings
 from mpicomm.startup import environ_job, mpi_job
 from mpicomm.startup.start_request import StartRequest
 from mpicomm.watchdog import dump, exit_hooks, parent_link, rank_failures
+from mpicomm.watchdog.agent import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+_EXIT_POLL_SECONDS = 0.01  # between two polls of messages in flight, while other ranks still run
 
 
 def bootstrap(
@@ -98,32 +106,86 @@ def bootstrap(
     # 3. join the job
     if launch.kind in ("torchrun", "slurm"):
         job = environ_job.join(request, launch, settings.seconds_to_report)
-        if abort_on_error:
-            session.arm_abort(job.where.rank, job.where.size)
     else:
         base = mpi_job.initialize(request, launch, settings.seconds_to_report)
         if abort_on_error:  # from here on, a failing rank must not leave the others waiting
             session.arm_abort(base.rank, base.size, base)
         job = mpi_job.join(base, request, launch, settings, exit_hooks.print_stderr)
-        if abort_on_error:  # the program may free the communicator that it passed
-            session.arm_abort(job.where.rank, job.where.size, job.base)
     # 4. start the watchdog, export the variables and initialise the process group
-    mine = session.create(request, launch, settings, job)
+    opened = session.create(request, launch, settings, job, shutdown)
     try:
-        session.open_session(mine)
-        session.set_current(mine)
+        session.open_session(opened)
+        session.set_current(opened)
     except BaseException as error:
         if isinstance(error, RankFailedError) or (isinstance(error, Exception) and rank_failures.error_after(error)):
-            mine = recovery.recover_from(mine)
+            opened = recovery.recover_from(opened)
         else:
-            if mine.watch is not None:  # a rank that leaves with an error must not be reported as dead
-                mine.watch.leave(1, is_stuck=False, waits=False)
-            session.restore_environ(mine)
+            if opened.watch is not None:  # a rank that leaves with an error must not be reported as dead
+                opened.watch.leave(1, is_stuck=False, waits=False)
+            opened.restore_environ()
             raise
-    atexit.register(session.shutdown_at_exit)
-    if mine.job.is_spare:
+    atexit.register(_shutdown_at_exit)
+    if opened.job.is_spare:
         recovery.wait_as_spare()
     return session.current_world()
+
+
+def shutdown() -> None:
+    """Destroy the process groups, free the communicator and restore the environment (collective).
+
+    Runs automatically at exit. MPI is finalised at exit, not here, so that `bootstrap` may be called again. While an
+    exception is being handled, the call has no effect.
+    """
+    ending = session.current()
+    if ending is None or not ending.is_open or ending.pid != os.getpid():
+        return
+    if isinstance(sys.exc_info()[1], Exception):
+        return  # in a `finally`: the other ranks may be elsewhere; the exception ends the job, or this runs at exit
+    # 1. wait for all ranks
+    ending.is_open = False
+    atexit.unregister(_shutdown_at_exit)
+    if ending.watch is not None and not ending.job.is_spare:
+        try:
+            _leave(ending.watch)
+        except RankFailedError:
+            recovery.leave_without_failed(ending)
+    # 2. release torch's and MPI's resources
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch_internals.let_gloo_finish()
+    ending.restore_environ()
+    mpi.set_job_comm(None)
+    rank_failures.set_current(None)
+    if mpi.is_usable() and not mpi.is_abandoned():
+        for comm in ending.communicators:
+            mpi.free(comm)
+    # 3. stop the watchdog
+    ending.stop_watching()
+    exit_hooks.disarm()
+    # The store stays open until the process exits or calls bootstrap again: other ranks may still use it.
+
+
+def _leave(watch: Watchdog) -> None:
+    """Wait until every rank is ready to exit, so that no rank waits for one that has exited (collective)."""
+    groups.drain()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()  # if MPI cannot be finalized, a launcher may end this rank as soon as another exits
+    watch.leave(exit_hooks.exit_status(), is_stuck=groups.is_stuck(), sends=groups.are_sending())
+    if watch.wait_for_all_to_leave(groups.advance, _EXIT_POLL_SECONDS):
+        mpi.abandon()
+    watch.take_down()
+
+
+def _shutdown_at_exit() -> None:
+    """Call `shutdown` when the process exits, and print its error, which does not change the exit status."""
+    try:
+        shutdown()
+    except Exception:  # noqa: BLE001  an error of any kind is printed
+        ended = session.current()
+        assert ended is not None
+        place = session.place_of(ended.world)
+        exit_hooks.print_stderr(f"[mpicomm] {place}: shutdown() failed at exit\n{traceback.format_exc()}")
 
 
 def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> Path:
@@ -145,11 +207,11 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> Pat
         OSError: If the files cannot be written. The job's directory must not be a link or belong to another user.
     """
     PATH.or_none().check(directory, "directory", "dump_flight_recorder")
-    if (mine := session.current()) is None:
+    if (last := session.current()) is None:
         raise MpicommError("dump_flight_recorder: mpicomm is not initialized.\nCall mpicomm.bootstrap() first.")
-    world = mine.world
+    world = last.world
     about = {"size": world.size, "host": world.hostname}
-    offset = None if mine.watch is None else mine.watch.clock_offset()
-    if directory is None and mine.dumps is not None:
-        return dump.write(mine.dumps, world.rank, about, offset, is_of_job=True)
+    offset = None if last.watch is None else last.watch.clock_offset()
+    if directory is None and last.dumps is not None:
+        return dump.write(last.dumps, world.rank, about, offset, is_of_job=True)
     return dump.write(directory or session.DUMPS, world.rank, about, offset)

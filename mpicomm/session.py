@@ -1,8 +1,7 @@
-"""The job of this process between `bootstrap()` and `shutdown()`: its World, its state, and how they begin and end."""
+"""The job of this process: its World, its state between `bootstrap()` and `shutdown()`, and how it is assembled."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -10,9 +9,7 @@ import os
 import signal
 import socket
 import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
-from mpicomm.backend import compatibility, future_callbacks, gpus, groups, plugin, torch_internals
-from mpicomm.errors import MpicommError, RankFailedError
+from mpicomm.backend import compatibility, future_callbacks, gpus, plugin, torch_internals
+from mpicomm.errors import MpicommError
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
-from mpicomm.startup import backend_choice, devices, interfaces, rendezvous, survivors
-from mpicomm.startup.start_request import JoinedJob, StartRequest
-from mpicomm.startup.survivors import Place
+from mpicomm.startup import devices, interfaces, plan, rendezvous
+from mpicomm.startup.plan import JoinedJob
+from mpicomm.startup.start_request import StartRequest
 from mpicomm.startup.topology import Topology
-from mpicomm.watchdog import agent, channel_setup, exit_hooks, first_report, parent_link, rank_failures
+from mpicomm.watchdog import agent, channel_setup, exit_hooks, first_report, rank_failures
 from mpicomm.watchdog.agent import Watchdog
 from mpicomm.watchdog.channel import Channel
 from mpicomm.watchdog.rank_failures import RankFailures
@@ -39,13 +36,11 @@ if TYPE_CHECKING:
 DUMPS = "mpicomm-dumps"
 """The default directory of the flight recorder's files."""
 
-_LEAVE_PAUSE = 0.01  # seconds between two polls of messages in flight, while other ranks still run
-_SHORTEST_LIMIT = 10.0  # seconds; processes may notice a failure late on a busy machine
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ACCELERATE_USE_CPU = "ACCELERATE_USE_CPU"
 
 # torch's names of backends that have another name in bootstrap.
-_TORCH_NAMES = {backend_choice.MPI: plugin.NAME, backend_choice.MPI_WITH_NCCL: plugin.NAME_WITH_NCCL}
+_TORCH_NAMES = {plan.MPI: plugin.NAME, plan.MPI_WITH_NCCL: plugin.NAME_WITH_NCCL}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +75,7 @@ class World(Topology):
     """The number of times that the job has continued after failures of ranks."""
 
     def __str__(self) -> str:
-        place = _place_of(self)
+        place = place_of(self)
         if self.num_nodes > 1:
             place += f" (local rank {self.local_rank} of {self.local_size}, node {self.node_rank} of {self.num_nodes})"
         return f"{place}: {self.device}, {self.backend or 'no process group'}, started by {self.launcher}"
@@ -90,16 +85,18 @@ class World(Topology):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if kind is None:  # after an error the other ranks may be in other operations; the exception ends the job
-            shutdown()
+            assert _current is not None
+            _current.shutdown()
 
 
-def _place_of(world: World) -> str:
+def place_of(world: World) -> str:
+    """Return the rank and its host, for messages."""
     return f"rank {world.rank} of {world.size} on {world.hostname}"
 
 
 @dataclasses.dataclass
 class Session:
-    """The state that `shutdown` must undo."""
+    """The state of the job in this process, which `shutdown` must undo."""
 
     request: StartRequest
     launch: Launch
@@ -108,14 +105,14 @@ class Session:
     world: World
     """On a spare, its topology is that of all processes."""
 
-    claim: Callable[[], bool]
-    """Returns whether this rank is the first to report why the job fails."""
-
     name: str
     """The name of the job, the same after each recovery."""
 
-    place: Place
-    """The place of this process in the world."""
+    shutdown: Callable[[], None]
+    """Ends the job (collective)."""
+
+    claim: Callable[[], bool]
+    """Returns whether this rank is the first to report why the job fails."""
 
     failures: RankFailures | None = None
     """The failed ranks of this world; None if a failure aborts the job."""
@@ -129,6 +126,25 @@ class Session:
 
     is_open: bool = True
     pid: int = dataclasses.field(default_factory=os.getpid)
+
+    @property
+    def communicators(self) -> list[Intracomm]:
+        """The communicators of the ranks and of all processes, which are one without spares."""
+        # COMM_NULL, one that the program has freed, is false.
+        return [comm for comm in {id(comm): comm for comm in (self.job.comm, self.job.processes)}.values() if comm]
+
+    def restore_environ(self) -> None:
+        """Restore the variables that other code reads to their values before `bootstrap`."""
+        for name, before in self.environ.items():
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
+
+    def stop_watching(self) -> None:
+        """Stop the watchdog."""
+        channel_setup.stop_watchdog(self.watch)
+        self.watch = None
 
 
 _current: Session | None = None
@@ -161,23 +177,31 @@ def recoveries() -> int:
     return 0 if _current is None else _current.world.recoveries
 
 
-# -- the beginning -----------------------------------------------------------------------------------------------------
+# -- assembly ----------------------------------------------------------------------------------------------------------
 
 
 def create(
-    request: StartRequest, launch: Launch, settings: Settings, job: JoinedJob, before: Session | None = None
+    request: StartRequest,
+    launch: Launch,
+    settings: Settings,
+    job: JoinedJob,
+    shutdown: Callable[[], None],
+    last: Session | None = None,
 ) -> Session:
     """Return the session of a job that this process has joined.
 
     Args:
-        before: The session of the last world, if ranks have failed in it.
+        last: The session of the last world, if ranks have failed in it.
     """
-    recoveries = 0 if before is None else before.world.recoveries + 1
-    previous_rank = job.where.rank if before is None else before.place.rank
+    previous_rank: int | None = job.topology.rank
+    name, recoveries = f"{job.plan.started}-{job.port}", 0
+    if last is not None:
+        previous_rank = None if last.job.is_spare else last.world.rank
+        name, recoveries = last.name, last.world.recoveries + 1
     world = World(
-        **dataclasses.asdict(job.where),
+        **vars(job.topology),
         device=job.device,
-        backend=job.backend,
+        backend=job.plan.backend,
         launcher=launch.title,
         master_addr=job.address,
         master_port=job.port,
@@ -185,52 +209,47 @@ def create(
         previous_rank=previous_rank,
         recoveries=recoveries,
     )
-    name = f"{job.started}-{job.port}" if before is None else before.name
-    place = Place(None if job.is_spare else world.rank, job.size)
-    session = Session(request, launch, settings, job, world, first_report.claim_in(job.store, world.rank), name, place)
-    if job.comm is not None or job.is_spare:
+    claim = first_report.claim_in(job.store, world.rank)
+    session = Session(request, launch, settings, job, world, name, shutdown, claim)
+    if job.processes is not None:
         if settings.dump_dir != "none":
             session.dumps = Path(settings.dump_dir or DUMPS, name).absolute()
-        if request.recovers and job.everyone is not None:
-            session.failures = RankFailures(job.base, job.everyone.hosts, place.size)
+        if request.recovers:
+            session.failures = RankFailures(job.processes, job.plan.hosts, job.plan.size)
     return session
 
 
 def open_session(session: Session) -> None:
     """Start the watchdog, export the variables and initialise the process group (collective)."""
     job, settings = session.job, session.settings
+    if session.request.abort_on_error:  # the program may free the communicator that it passed
+        arm_abort(session.world.rank, session.world.size, job.processes)
     # 1. start the watchdog, if MPI has connected the ranks
     rank_failures.set_current(session.failures)
     if session.failures is not None:
         future_callbacks.watch_backward()
-    if job.base is not None and job.everyone is not None:
-        for comm in _communicators(job):
+    if job.processes is not None:
+        for comm in session.communicators:
             mpi.tracked(comm)
         mpi.set_job_comm(job.comm)
-        channel = Channel(job.everyone.rank, job.channel_token, settings.seconds_to_lose_host)
+        channel = Channel(job.everyone.rank, job.plan.channel_token, settings.seconds_to_lose_host)
         limits = agent.Limits(
             settings.seconds_to_report,
             session.dumps,
             ends_local_processes=session.launch.step is not None,
             job=session.name,
-            spares=job.everyone.size - session.place.size,
+            spares=job.processes.size - job.plan.size,
             recovers=session.failures is not None,
             gpu=devices.visible_gpus()[job.device.index] if job.device.type == "cuda" else "",
         )
         prepare = functools.partial(gpus.prepare_thread_for_events, job.device)
         session.watch = channel_setup.start_watchdog(
-            job.base, job.everyone, job.address, channel, limits, session.claim, prepare, settings.parent
+            job.processes, job.everyone, job.address, channel, limits, session.claim, prepare, settings.parent
         )
     # 2. export the variables and initialise the process group
     if not job.is_spare:
         _export(session)
         _make_group(session)
-
-
-def _communicators(job: JoinedJob) -> list[Intracomm]:
-    """Return the communicators of the ranks and of all processes, which are one without spares."""
-    # COMM_NULL, one that the program has freed, is false.
-    return [comm for comm in {id(each): each for each in (job.comm, job.base)}.values() if comm]
 
 
 def _export(session: Session) -> None:
@@ -278,130 +297,6 @@ def _make_group(session: Session) -> None:
         )
     if session.request.abort_on_error:
         sys.excepthook = hook  # torch has replaced it by one that prints the rank, which this one prints, too
-
-
-# -- the end -----------------------------------------------------------------------------------------------------------
-
-
-def shutdown() -> None:
-    """Destroy the process groups, free the communicator and restore the environment (collective).
-
-    Runs automatically at exit. MPI is finalised at exit, not here, so that `bootstrap` may be called again. While an
-    exception is being handled, the call has no effect.
-    """
-    session = _current
-    if session is None or not session.is_open or session.pid != os.getpid():
-        return
-    if isinstance(sys.exc_info()[1], Exception):
-        return  # in a `finally`: the other ranks may be elsewhere; the exception ends the job, or this runs at exit
-    # 1. wait for all ranks
-    session.is_open = False
-    atexit.unregister(shutdown_at_exit)
-    if session.watch is not None and not session.job.is_spare:
-        try:
-            _leave(session.watch)
-        except RankFailedError:
-            _leave_without_failed(session)
-    # 2. release torch's and MPI's resources
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    torch_internals.let_gloo_finish()
-    restore_environ(session)
-    mpi.set_job_comm(None)
-    rank_failures.set_current(None)
-    if mpi.is_usable() and not mpi.is_abandoned():
-        for comm in _communicators(session.job):
-            mpi.free(comm)
-    # 3. stop the watchdog
-    stop_watching(session)
-    exit_hooks.disarm()
-    # The store stays open until the process exits or calls bootstrap again: other ranks may still use it.
-
-
-def restore_environ(session: Session) -> None:
-    """Restore the variables that other code reads to their values before `bootstrap`."""
-    for name, before in session.environ.items():
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-
-
-def _leave(watch: Watchdog) -> None:
-    """Wait until every rank is ready to exit, so that no rank waits for one that has exited (collective)."""
-    groups.drain()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()  # if MPI cannot be finalized, a launcher may end this rank as soon as another exits
-    watch.leave(exit_hooks.exit_status(), is_stuck=groups.is_stuck(), sends=groups.are_sending())
-    if watch.wait_for_all_to_leave(groups.advance, _LEAVE_PAUSE):
-        mpi.abandon()
-    watch.take_down()
-
-
-def _leave_without_failed(session: Session) -> None:
-    """End this rank's part in a world in which another rank has failed: it has finished, so it does not continue."""
-    assert session.job.base is not None
-    mpi.revoke_all()
-    end_world(session)
-    with time_limit(session, "shutdown()"):
-        comm, found = survivors.regroup(session.job.base, session.place, is_finished=True)
-    if comm.rank == 0 and not found.size and session.settings.parent:
-        # The last rank 0 may have failed. If other ranks continue, rank 0 of the next world reports their end.
-        with contextlib.suppress(OSError, ValueError):
-            parent_link.report_end(parent_link.Parent.parse(session.settings.parent), session.name)
-
-
-def end_world(session: Session) -> None:
-    """End the groups and the variables of a world without communication; all communicators are revoked."""
-    assert session.failures is not None
-    groups.end_all(session.failures.error(), "its world has ended, since ranks have failed")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    restore_environ(session)
-    mpi.set_job_comm(None)
-
-
-def stop_watching(session: Session) -> None:
-    """Stop the watchdog of a session."""
-    channel_setup.stop_watchdog(session.watch)
-    session.watch = None
-
-
-@contextlib.contextmanager
-def time_limit(session: Session, what: str) -> Iterator[None]:
-    """Abort the job at the timeout of operations: MPI waits without a limit for a process that does not respond.
-
-    Args:
-        what: The function that the user has called.
-    """
-    world, seconds = session.world, max(session.request.limit.total_seconds(), _SHORTEST_LIMIT)
-
-    def end() -> None:
-        exit_hooks.print_stderr(
-            f"[mpicomm] {_place_of(world)}: {what} timed out after {seconds:g} s: "
-            f"a rank that has not failed does not take part; aborting the job\n"
-            f"Find the rank that is stopped or busy, or increase the timeout of bootstrap().\n"
-        )
-        abort(1, session.job.base)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def shutdown_at_exit() -> None:
-    """Call `shutdown` when the process exits, and print its error, which does not change the exit status."""
-    try:
-        shutdown()
-    except Exception:  # noqa: BLE001  an error of any kind is printed
-        assert _current is not None
-        place = _place_of(_current.world)
-        exit_hooks.print_stderr(f"[mpicomm] {place}: shutdown() failed at exit\n{traceback.format_exc()}")
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

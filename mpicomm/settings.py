@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
+from mpicomm.arguments import Variable, whole_number
 from mpicomm.errors import LaunchError
 
 PREFIX = "MPICOMM_"
@@ -139,25 +140,13 @@ class Settings:
             )
         # 2. the values
         for name, text in given.items():
-            if (value := _VALUES.get(names[name])) and not value.is_valid(text):
-                raise LaunchError(
-                    f"{name} must be {value.expected}, got {text}.\nCorrect it, or unset it{value.default}."
-                )
+            if names[name] in _VALUES:
+                _VALUES[names[name]].check(text, name)
         return cls(**{names[name]: text for name, text in given.items()})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Value:
-    """The valid values of a variable."""
-
-    expected: str
-    is_valid: Callable[[str], bool]
-    default: str = ""
-    """The effect of unsetting the variable, for the message."""
-
-
-def _one_of(*words: str) -> _Value:
-    return _Value(" or ".join(words), lambda text: text in words)
+def _one_of(*words: str) -> Variable:
+    return Variable(" or ".join(words), lambda text: text in words)
 
 
 def _is_positive_number(text: str) -> bool:
@@ -167,22 +156,20 @@ def _is_positive_number(text: str) -> bool:
 
 
 _VALUES = {
-    "launcher": _Value(
+    "launcher": Variable(
         f"one of {', '.join(LAUNCHERS)}", LAUNCHERS.__contains__, " to detect the launcher automatically"
     ),
     "on_timeout": _one_of("abort", "raise"),
-    "hang_seconds": _Value("a positive number of seconds", _is_positive_number),
-    "host_timeout": _Value(
+    "hang_seconds": Variable("a positive number of seconds", _is_positive_number),
+    "host_timeout": Variable(
         f"a whole number of seconds from 1 to {_LONGEST_HOST_TIMEOUT}",
-        lambda text: text.isdecimal() and 1 <= int(text) <= _LONGEST_HOST_TIMEOUT,
+        whole_number(1, _LONGEST_HOST_TIMEOUT),
         f" for {HOST_TIMEOUT}",
     ),
     "debug": _one_of("0", "1"),
     "gpu_aware": _one_of("0", "1", "auto"),
-    "gpu_chunk_kib": _Value(
-        "a positive whole number of KiB", lambda text: text.isdecimal() and int(text) > 0, f" for {_GPU_CHUNK_KIB}"
-    ),
-    "spares": _Value("a whole number of processes", str.isdecimal, " for 0"),
+    "gpu_chunk_kib": Variable("a positive whole number of KiB", whole_number(1), f" for {_GPU_CHUNK_KIB}"),
+    "spares": Variable("a whole number of processes", whole_number(0), " for 0"),
     "shared_memory": _one_of("0", "1"),
     "native": _one_of("0", "1"),
 }

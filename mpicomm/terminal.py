@@ -1,4 +1,4 @@
-"""Tables, and whether the output of this process is shown on a terminal, and the width of that terminal.
+"""Tables, durations as text, and whether the output of this process is shown on a terminal, and its width.
 
 Launchers relay the output of their ranks. Open MPI gives each rank a pseudo-terminal of 80 columns even if the launcher
 itself writes to a file or a pipe; MPICH gives each rank a pipe even if it writes to a terminal. In a rank, the output
@@ -102,3 +102,10 @@ def _width_of_file(path: str) -> int | None:
 
 def _width(file: int) -> int | None:
     return (os.get_terminal_size(file).columns or _UNKNOWN_COLUMNS) if os.isatty(file) else None
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as minutes:seconds, or hours:minutes:seconds."""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

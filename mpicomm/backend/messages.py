@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
+from mpicomm.arguments import Deadline
 from mpicomm.backend import buffers, dtypes, future_callbacks, mpi_calls, torch_internals
 from mpicomm.backend.gpus import ThreadDevice
 from mpicomm.backend.group_state import GroupState
 from mpicomm.backend.staging import Transport
 from mpicomm.backend.work import BackendWork, CompletedWork, Timeout, WorkBatch, deadline_of
 from mpicomm.backend.worker_thread import require_threads
-from mpicomm.durations import Deadline
 from mpicomm.errors import MpicommError
 from mpicomm.watchdog import flight_recorder, rank_failures
 from mpicomm.watchdog.flight_recorder import Operation

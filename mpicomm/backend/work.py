@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
-from mpicomm.arguments import seconds_of
+from mpicomm.arguments import Deadline, seconds_of
 from mpicomm.backend import torch_internals
 from mpicomm.backend.future_callbacks import OrderedFuture, Queue, all_of
-from mpicomm.durations import Deadline
 from mpicomm.errors import MpicommError
 from mpicomm.watchdog.flight_recorder import Operation
 
@@ -251,7 +250,7 @@ def _wait(work: dist.Work, deadline: Deadline | None) -> bool:
         return work.wait()
     if isinstance(work, BackendWork):  # takes a deadline too
         return work.wait(deadline)  # type: ignore[arg-type]
-    return work.wait(datetime.timedelta(seconds=max(deadline.left(), _LEAST_SECONDS)))
+    return work.wait(datetime.timedelta(seconds=max(deadline.count_down(), _LEAST_SECONDS)))
 
 
 def deadline_of(timeout: Timeout | float) -> Deadline | None:

@@ -7,7 +7,7 @@ import dataclasses
 import selectors
 import time
 
-from mpicomm.durations import Deadline
+from mpicomm.arguments import Deadline
 from mpicomm.watchdog import authentication, hang_report
 from mpicomm.watchdog.job_files import JobFile, ListedJob
 from mpicomm.watchdog.observers import OBSERVER
@@ -89,7 +89,7 @@ class JobObserver:
             selector.register(self._connection, selectors.EVENT_READ)
             if interrupt is not None:
                 selector.register(interrupt, selectors.EVENT_READ)
-            while deadline.left() > 0:
+            while deadline.count_down() > 0:
                 for key, _ in selector.select(0.0 if self._unread else _POLL_SECONDS):
                     if key.fileobj == interrupt:
                         return None

@@ -21,10 +21,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mpicomm.arguments import Deadline
 from mpicomm.cli import child_process
 from mpicomm.cli.console import print_message
 from mpicomm.cli.job_listener import Job, JobListener
-from mpicomm.durations import Deadline
 from mpicomm.errors import LaunchError
 from mpicomm.launch.request import Start
 from mpicomm.settings import HOST_TIMEOUT, Settings
@@ -174,7 +174,7 @@ class Supervisor:
 
     def _read_last_messages(self) -> None:
         deadline = Deadline(_LAST_SECONDS)
-        while self._listener.is_connected and deadline.left() > 0:
+        while self._listener.is_connected and deadline.count_down() > 0:
             self._wait(_POLL_SECONDS)
 
     # -- signals -------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Supervisor:
     def _check_answers(self, number: int) -> None:
         """Pass a signal on to the launcher unless every job handles it, which rank 0 answers."""
         answers = [job.answers.get(number) for job in self._listener.jobs if job.is_connected]
-        if None in answers and self._questions[number].left() > 0:
+        if None in answers and self._questions[number].count_down() > 0:
             return
         del self._questions[number]
         if not answers or not all(answers):
@@ -241,13 +241,13 @@ class Supervisor:
         self._listener.close_expired()
         if any(job.has_failed for job in self._listener.jobs):
             self._end_within(_LAUNCHER_SECONDS, "the job has failed, but its launcher has not ended")
-        if self._end_due is not None and self._end_due.left() <= 0:
+        if self._end_due is not None and self._end_due.count_down() <= 0:
             self._terminate(self._end_reason)
-        if self._kill_due is not None and self._kill_due.left() <= 0:
+        if self._kill_due is not None and self._kill_due.count_down() <= 0:
             self._process.kill()
 
     def _end_within(self, seconds: float, reason: str) -> None:
-        if self._end_due is None or seconds < self._end_due.left():
+        if self._end_due is None or seconds < self._end_due.count_down():
             self._end_due, self._end_reason = Deadline(seconds), reason
 
     def _terminate(self, reason: str) -> None:

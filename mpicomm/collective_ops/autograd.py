@@ -51,7 +51,7 @@ def attach(
     """
     if not (is_needed and torch.is_grad_enabled()):
         return results
-    if not any(each.requires_grad for each in inputs):
+    if not any(tensor.requires_grad for tensor in inputs):
         inputs = [torch.zeros((), requires_grad=True)]
         given = backward
 
@@ -74,11 +74,11 @@ class _CollectiveFunction(torch.autograd.Function):
         ctx: Any, backward: Backward, results: list[torch.Tensor], *_inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.run_backward = backward
-        outputs = tuple(each.data for each in results)  # not views: autograd forbids in-place writes to those
-        inexact = [each.dtype.is_floating_point or each.dtype.is_complex for each in outputs]
-        ctx.mark_non_differentiable(*[each for each, has in zip(outputs, inexact, strict=True) if not has])
+        outputs = tuple(tensor.data for tensor in results)  # not views: autograd forbids in-place writes to those
+        inexact = [tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in outputs]
+        ctx.mark_non_differentiable(*[tensor for tensor, has in zip(outputs, inexact, strict=True) if not has])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, *ctx.run_backward([each.contiguous() for each in gradients]))
+        return (None, None, *ctx.run_backward([tensor.contiguous() for tensor in gradients]))

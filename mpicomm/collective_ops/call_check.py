@@ -139,4 +139,4 @@ def _explain(members: GroupArgument, gathered: Sequence[tuple[str, list[tuple[st
 
 def _table(members: GroupArgument, signature: Sequence[str]) -> str:
     rows = sorted(agreement.ranks_by_value(signature, members.ranks).items(), key=lambda item: -len(item[1]))
-    return "\n".join(f"  {hang_report.called(of_these)}: {each}" for each, of_these in rows)
+    return "\n".join(f"  {hang_report.called(of_these)}: {value}" for value, of_these in rows)

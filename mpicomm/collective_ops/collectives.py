@@ -414,19 +414,19 @@ def all_to_all_object(items: Sequence[Any], *, group: Any = None, async_op: bool
 
 
 def _reduction(
-    data: Any, op: Any, group: Any, what: str, *, is_output: bool = False, is_split: bool = False, **ranks: int
+    data: Any, op: Any, group: Any, operation: str, *, is_output: bool = False, is_split: bool = False, **ranks: int
 ) -> tuple[GroupArgument, Data | Exception, Op]:
-    members, how = resolve(group, what, **ranks), Op.of(op, what)
+    members, how = resolve(group, operation, **ranks), Op.of(op, operation)
 
     def to_send() -> Data:
-        taken = pytree.take(data, what, is_output=is_output)
+        taken = pytree.take(data, operation, is_output=is_output)
         if is_split and any(tensor.dim() == 0 for tensor in taken.tensors):
             raise ValueError(
-                f"{what}: expected leaves with at least one dimension, got a number or a scalar.\n"
+                f"{operation}: expected leaves with at least one dimension, got a number or a scalar.\n"
                 f"Reduce it with all_reduce."
             )
         taken = reducing.numbers_widened(taken, how, members)
-        how.check(taken, members.size, what)
+        how.check(taken, members.size, operation)
         return taken
 
     return members, pytree.or_error(to_send), how
@@ -442,10 +442,10 @@ def _to_send(data: Any) -> Data:
     return pytree.take(data, "broadcast")
 
 
-def _broadcast(members: GroupArgument, take: Callable[[], Data], src: int, async_op: bool, what: str) -> Any:
+def _broadcast(members: GroupArgument, take: Callable[[], Data], src: int, async_op: bool, operation: str) -> Any:
     taken = pytree.or_error(take) if members.rank == src else None
     steps = partial(data_movement.send_to_all, members, taken, src)
-    return start(steps, what, members, async_op, _tensors(taken))
+    return start(steps, operation, members, async_op, _tensors(taken))
 
 
 def _broadcast_into(members: GroupArgument, data: Any, out: Any, src: int, async_op: bool) -> Any:
@@ -456,17 +456,19 @@ def _broadcast_into(members: GroupArgument, data: Any, out: Any, src: int, async
     return start(steps, "broadcast", members, async_op, _tensors(output_buffer))
 
 
-def _gather(members: GroupArgument, take: Callable[[], Data], dst: int | None, async_op: bool, what: str) -> Any:
+def _gather(members: GroupArgument, take: Callable[[], Data], dst: int | None, async_op: bool, operation: str) -> Any:
     taken = pytree.or_error(take)
-    steps = partial(data_movement.gather, members, taken, dst, what)
-    return start(steps, what, members, async_op, _tensors(taken))
+    steps = partial(data_movement.gather, members, taken, dst, operation)
+    return start(steps, operation, members, async_op, _tensors(taken))
 
 
-def _all_to_all(members: GroupArgument, items: Any, take: Callable[[Any, str], Data], async_op: bool, what: str) -> Any:
+def _all_to_all(
+    members: GroupArgument, items: Any, take: Callable[[Any, str], Data], async_op: bool, operation: str
+) -> Any:
     def to_send() -> list[Data]:
-        check_one_each(items, members, what)
-        return [take(item, what) for item in items]
+        check_one_each(items, members, operation)
+        return [take(item, operation) for item in items]
 
     taken = pytree.or_error(to_send)
-    tensors = None if isinstance(taken, Exception) else [each for item in taken for each in item.tensors]
-    return start(partial(data_movement.exchange, members, taken), what, members, async_op, tensors)
+    tensors = None if isinstance(taken, Exception) else [tensor for item in taken for tensor in item.tensors]
+    return start(partial(data_movement.exchange, members, taken), operation, members, async_op, tensors)

@@ -41,15 +41,16 @@ def send_to_all(members: GroupArgument, data: Data | Exception | None, src: int,
         buffers = wire_format.pack(data)
     else:
         buffers = wire_format.output_buffers(description, f"rank {source}")
-    yield [dist.broadcast(each, source, members.handle, async_op=mode.last) for each in buffers.values() if len(each)]
+    contents = [buffer for buffer in buffers.values() if len(buffer)]
+    yield [dist.broadcast(content, source, members.handle, async_op=mode.last) for content in contents]
     results = (
-        wire_format.unpack(description, buffers) if tensors is None else [each.detach().clone() for each in tensors]
+        wire_format.unpack(description, buffers) if tensors is None else [tensor.detach().clone() for tensor in tensors]
     )
 
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        sums = [each.clone() for each in grads]
-        for each in sums:
-            dist.reduce(each, members.ranks[src], group=members.handle)
+        sums = [gradient.clone() for gradient in grads]
+        for total in sums:
+            dist.reduce(total, members.ranks[src], group=members.handle)
         return sums
 
     return description.rebuilt(autograd.attach(results, tensors or [], backward, is_needed=description.has_gradient))
@@ -85,7 +86,7 @@ def send_to_all_into(
         if (to.data_ptr(), to.stride()) != (given.data_ptr(), given.stride()):
             to.detach().copy_(given.detach())
     source = members.ranks[src]
-    yield [dist.broadcast(each.detach(), source, members.handle, async_op=mode.last) for each in out.tensors]
+    yield [dist.broadcast(tensor.detach(), source, members.handle, async_op=mode.last) for tensor in out.tensors]
     return target
 
 
@@ -110,28 +111,28 @@ def _describe_to_all(
 # -- gather and all_gather ---------------------------------------------------------------------------------------------
 
 
-def gather(members: GroupArgument, data: Data | Exception, dst: int | None, what: str, mode: Mode) -> Steps:
+def gather(members: GroupArgument, data: Data | Exception, dst: int | None, operation: str, mode: Mode) -> Steps:
     """Run gather, or all_gather if `dst` is None; return every rank's data in a list on `dst` (or on all ranks).
 
     Args:
         members: The group.
         data: The data of this rank, or the error that prevents sending it.
         dst: The rank in the group that receives the list; None for all ranks.
-        what: The name of the operation, which the ranks compare.
+        operation: The name of the operation, which the ranks compare.
         mode: Which calls of torch.distributed are asynchronous.
     """
     with call_check.raising(data):
-        described = yield from _lengths(members, data, what if dst is None else f"{what} to rank {dst}", mode)
+        described = yield from _lengths(members, data, operation if dst is None else f"{operation} to rank {dst}", mode)
     assert isinstance(data, Data)
     is_target = dst in (None, members.rank)
     received: dict[str, list[torch.Tensor]] = {}
     works = []
-    for device, mine in wire_format.pack(data).items():
-        sizes = [wire_format.nbytes(each)[device] for each in described]
+    for device, content in wire_format.pack(data).items():
+        sizes = [wire_format.nbytes(description)[device] for description in described]
         longest = max(sizes)
         is_padded = not members.is_ours  # other backends need equal lengths
-        source = _padded(mine, longest) if is_padded else mine
-        outputs = [mine.new_empty(longest if is_padded else size) for size in sizes] if is_target else []
+        source = _padded(content, longest) if is_padded else content
+        outputs = [content.new_empty(longest if is_padded else size) for size in sizes] if is_target else []
         received[device] = [output[:size] for output, size in zip(outputs, sizes, strict=is_target)]
         if longest and dst is None:
             works.append(dist.all_gather(outputs, source, members.handle, async_op=mode.last))
@@ -143,7 +144,7 @@ def gather(members: GroupArgument, data: Data | Exception, dst: int | None, what
         return None
     is_differentiable = dst is None and data.description.has_gradient
     inputs = data.tensors if is_differentiable else None
-    return _rebuilt(members, described, received, inputs, _summed, what)
+    return _rebuilt(members, described, received, inputs, _summed, operation)
 
 
 def _lengths(
@@ -157,14 +158,14 @@ def _lengths(
     operation, description = call_check.signature_of(operation, data)
     shapes = description.shapes
     signature = (operation, description.with_lengths(["*"] * len(shapes)))
-    mine = [shape[0] if shape else -1 for shape in shapes]
-    first = [*call_check.words(signature), *mine[:_LENGTHS], *[-1] * (_LENGTHS - len(mine))]
+    own_lengths = [shape[0] if shape else -1 for shape in shapes]
+    first = [*call_check.words(signature), *own_lengths[:_LENGTHS], *[-1] * (_LENGTHS - len(own_lengths))]
     table = yield from _gathered(first, members, is_async=mode.early)
     if any(row[:2] != first[:2] for row in table):
         call_check.refuse(members, signature)
-    lengths = [row[2 : 2 + len(mine)] for row in table]
-    if len(mine) > _LENGTHS:
-        rest = yield from _gathered(mine[_LENGTHS:], members, is_async=False)
+    lengths = [row[2 : 2 + len(own_lengths)] for row in table]
+    if len(own_lengths) > _LENGTHS:
+        rest = yield from _gathered(own_lengths[_LENGTHS:], members, is_async=False)
         lengths = [[*some, *others] for some, others in zip(lengths, rest, strict=True)]
     return [description.with_lengths(of_rank) for of_rank in lengths]
 
@@ -173,9 +174,9 @@ def _gathered(
     numbers: Sequence[int], members: GroupArgument, *, is_async: bool
 ) -> Generator[Works, None, list[list[int]]]:
     """Return the numbers of every rank, one row per rank; all rows have the same length."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=members.control)
+    row = torch.tensor(numbers, dtype=torch.int64, device=members.control)
     table = torch.empty(members.size, len(numbers), dtype=torch.int64, device=members.control)
-    yield [dist.all_gather(list(table), mine, members.handle, async_op=is_async)]
+    yield [dist.all_gather(list(table), row, members.handle, async_op=is_async)]
     return table.tolist()
 
 
@@ -212,8 +213,8 @@ def exchange(members: GroupArgument, items: Sequence[Data] | Exception, mode: Mo
     works = []
     for device in devices:
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        sizes = [wire_format.nbytes(each).get(device, 0) for each in described]
-        sent = [each.get(device, nothing) for each in packed]
+        sizes = [wire_format.nbytes(description).get(device, 0) for description in described]
+        sent = [buffers.get(device, nothing) for buffers in packed]
         work, received[device] = _exchange(sent, sizes, members, mode.last)
         works.append(work)
     yield works
@@ -275,7 +276,7 @@ def _rebuilt(
         operation: The name of the operation, for messages.
     """
     contents = [{device: parts[rank] for device, parts in received.items()} for rank in range(members.size)]
-    results = [wire_format.unpack(each, content) for each, content in zip(described, contents, strict=True)]
+    results = list(map(wire_format.unpack, described, contents))
     counts = [len(tensors) for tensors in results]
 
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -283,7 +284,7 @@ def _rebuilt(
         return combine(run(exchange(members, items, IN_THE_CALL)))
 
     flat = autograd.attach(_joined(results), inputs or [], backward, is_needed=inputs is not None)
-    return [each.rebuilt(tensors) for each, tensors in zip(described, _split(flat, counts), strict=True)]
+    return [description.rebuilt(tensors) for description, tensors in zip(described, _split(flat, counts), strict=True)]
 
 
 def _summed(shares: list[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -295,5 +296,5 @@ def _joined(shares: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _split(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[list[torch.Tensor]]:
-    each = iter(tensors)
-    return [list(itertools.islice(each, count)) for count in counts]
+    remaining = iter(tensors)
+    return [list(itertools.islice(remaining, count)) for count in counts]

@@ -69,14 +69,14 @@ _counts: collections.defaultdict[_Key, Iterator[int]] = collections.defaultdict(
 """How often each group was created, for its name; equal on all its ranks."""
 
 
-def resolve(group: Any, what: str, **ranks: int) -> GroupArgument:
+def resolve(group: Any, operation: str, **ranks: int) -> GroupArgument:
     """Return the group that an argument stands for, after checking the arguments that are ranks within it.
 
     Args:
         group: A torch `ProcessGroup`, an mpi4py communicator, "node" for the ranks of this node, "leaders" for the
             first rank of each node, or None for all ranks. For a communicator, "node" and "leaders", the first use
             creates the group (collective over its ranks).
-        what: The name of the operation, for the message.
+        operation: The name of the operation, for the message.
         **ranks: The arguments that are ranks, by name.
 
     Raises:
@@ -85,13 +85,13 @@ def resolve(group: Any, what: str, **ranks: int) -> GroupArgument:
     """
     handle = group
     if not isinstance(group, dist.ProcessGroup):
-        handle = _find(group, what)
+        handle = _find(group, operation)
     members = _known.get(handle)
     if members is None:
         _forget_destroyed()
         members = _known[handle] = _describe(handle)
     for name, rank in ranks.items():
-        members.expected_rank.check(rank, name, what)
+        members.expected_rank.check(rank, name, operation)
     return members
 
 
@@ -103,39 +103,39 @@ def _forget_destroyed() -> None:
                 del groups[key]
 
 
-def _find(group: Any, what: str) -> Any:
+def _find(group: Any, operation: str) -> Any:
     if group is None:
-        return _world(what)
+        return _world(operation)
     if isinstance(group, str):
-        return _of_topology(group, what)
+        return _of_topology(group, operation)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{what}: this rank is not in the group.\nCall it on the group's members only.")
-    _GROUP.check(group, "group", what)
-    return _of_comm(group, what)
+        raise ValueError(f"{operation}: this rank is not in the group.\nCall it on the group's members only.")
+    _GROUP.check(group, "group", operation)
+    return _of_comm(group, operation)
 
 
-def _world(what: str) -> Any:
+def _world(operation: str) -> Any:
     if not dist.is_initialized():
-        raise ValueError(f"{what}: torch.distributed is not initialized.\nCall mpicomm.bootstrap() first.")
+        raise ValueError(f"{operation}: torch.distributed is not initialized.\nCall mpicomm.bootstrap() first.")
     return dist.group.WORLD
 
 
-def _of_topology(name: str, what: str) -> Any:
-    nodes, mine = session.current_world().nodes, dist.get_rank(_world(what))
+def _of_topology(name: str, operation: str) -> Any:
+    nodes, own_rank = session.current_world().nodes, dist.get_rank(_world(operation))
     leaders = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
     if name == NODE:
-        return _made_once(NODE, [rank for rank, node in enumerate(nodes) if node == nodes[mine]])
-    _NAME.check(name, "group", what)
-    if leaders[nodes[mine]] != mine:
+        return _made_once(NODE, [rank for rank, node in enumerate(nodes) if node == nodes[own_rank]])
+    _NAME.check(name, "group", operation)
+    if leaders[nodes[own_rank]] != own_rank:
         raise ValueError(
-            f"{what}: rank {mine} is not in the group {LEADERS!r}; the first rank of its node is rank "
-            f"{leaders[nodes[mine]]}.\n"
+            f"{operation}: rank {own_rank} is not in the group {LEADERS!r}; the first rank of its node is rank "
+            f"{leaders[nodes[own_rank]]}.\n"
             f"Call it only where world.local_rank == 0."
         )
     return _made_once(LEADERS, sorted(leaders.values()))
 
 
-def _of_comm(comm: Any, what: str) -> Any:
+def _of_comm(comm: Any, operation: str) -> Any:
     base, here = mpi.job_comm().Get_group(), comm.Get_group()
     try:
         ranks = list(here.Translate_ranks(None, base))
@@ -144,7 +144,8 @@ def _of_comm(comm: Any, what: str) -> Any:
         here.Free()
     if comm.Is_inter() or mpi.api().UNDEFINED in ranks or ranks != sorted(ranks):
         raise ValueError(
-            f"{what}: group must be an intracommunicator of the job's ranks in ascending order, got ranks {ranks}.\n"
+            f"{operation}: group must be an intracommunicator of the job's ranks in ascending order, "
+            f"got ranks {ranks}.\n"
             f"Pass an intracommunicator within the job, in the order of its ranks."
         )
     return _made_once("comm", ranks)

@@ -19,12 +19,11 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from mpicomm import arguments, mpi
-from mpicomm.arguments import FLAG, in_seconds
+from mpicomm.arguments import FLAG, Deadline, in_seconds
 from mpicomm.backend import torch_internals
 from mpicomm.backend.future_callbacks import all_of
 from mpicomm.collective_ops import autograd
 from mpicomm.collective_ops.group_argument import GroupArgument
-from mpicomm.durations import Deadline
 from mpicomm.watchdog import flight_recorder
 
 T = TypeVar("T")
@@ -52,18 +51,18 @@ def run(steps: Steps) -> Any:
 class Handle(Generic[T_co]):
     """An operation that runs in the background; `wait()` or `await` returns its result."""
 
-    def __init__(self, steps: Steps, what: str, *, in_callbacks: bool, in_order: bool) -> None:
+    def __init__(self, steps: Steps, operation: str, *, in_callbacks: bool, in_order: bool) -> None:
         """Start the first step.
 
         Args:
             steps: The operation.
-            what: The name of the operation, for messages.
+            operation: The name of the operation, for messages.
             in_callbacks: Later steps run as callbacks of the previous step, and also on a thread that waits.
             in_order: Later steps run as callbacks only, since their position among the operations matters.
         """
         self._steps = steps
-        self._what = what
-        self._where = flight_recorder.line_of_caller()
+        self._operation = operation
+        self._caller = flight_recorder.line_of_caller()
         self._has_grad = torch.is_grad_enabled()
         self._place = torch_internals.next_node() if self._has_grad else None
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -107,7 +106,7 @@ class Handle(Generic[T_co]):
             self._finish()
         elif not mpi.poll(self.done, deadline):
             raise TimeoutError(
-                f"{self._what} from {self._where} timed out after {deadline.seconds:g} s.\n"
+                f"{self._operation} from {self._caller} timed out after {deadline.seconds:g} s.\n"
                 f"Wait longer (the operation continues), or call mpicomm.dump_flight_recorder() on each rank "
                 f"to see its last operations."
             )
@@ -139,8 +138,8 @@ class Handle(Generic[T_co]):
     def __del__(self) -> None:
         if not getattr(self, "_was_asked", True):
             warnings.warn(
-                f"the handle of {self._what} from {self._where} was dropped without wait(): its result and any error "
-                f"are lost. Call wait() or await it.",
+                f"the handle of {self._operation} from {self._caller} was dropped without wait(): its result and any "
+                f"error are lost. Call wait() or await it.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -204,7 +203,7 @@ class Handle(Generic[T_co]):
             future.value()
         except BaseException as error:  # noqa: BLE001  as above
             # That of the work: torch may have converted the error of a future of several works.
-            self._end(None, next((found for work in works if work and (found := work.exception())), error))
+            self._end(None, next((failure for work in works if work and (failure := work.exception())), error))
         else:
             self._advance(step)
 
@@ -265,16 +264,16 @@ def _deadline(timeout: float | datetime.timedelta | None) -> Deadline | None:
     return None if seconds is None else Deadline(seconds)
 
 
-def _checked(handles: Any, what: str) -> list[Handle[Any]]:
+def _checked(handles: Any, operation: str) -> list[Handle[Any]]:
     """Return the handles as a list.
 
     Raises:
         TypeError: If `handles` is not an iterable of handles, such as a single handle.
     """
-    _HANDLES.check(handles, "handles", what)
+    _HANDLES.check(handles, "handles", operation)
     handles = list(handles)
-    for index, each in enumerate(handles):
-        _HANDLE.check(each, f"handles[{index}]", what)
+    for index, handle in enumerate(handles):
+        _HANDLE.check(handle, f"handles[{index}]", operation)
     return handles
 
 
@@ -306,7 +305,7 @@ _ELSEWHERE = Mode(early=False, last=True)
 
 def start(
     steps: Callable[[Mode], Steps],
-    what: str,
+    operation: str,
     members: GroupArgument,
     async_op: bool,
     tensors: Sequence[torch.Tensor] | None,
@@ -317,7 +316,7 @@ def start(
 
     Args:
         steps: Makes the steps of the operation for a mode.
-        what: The name of the operation, for messages.
+        operation: The name of the operation, for messages.
         members: The group.
         async_op: Whether to return a handle.
         tensors: The caller's data; None where only other ranks know the data.
@@ -325,9 +324,9 @@ def start(
     """
     if async_op is False:
         return run(steps(IN_THE_CALL))
-    FLAG.check(async_op, "async_op", what)
+    FLAG.check(async_op, "async_op", operation)
     on_host = tensors is not None and all(tensor.is_cpu for tensor in tensors)
     has_callbacks = members.is_ours and (on_host or not members.has_nccl)
     in_callbacks = has_callbacks and (in_order or mpi.serves_threads())
     mode = _IN_CALLBACKS if in_callbacks else _ELSEWHERE
-    return Handle(steps(mode), what, in_callbacks=in_callbacks, in_order=in_callbacks and in_order)
+    return Handle(steps(mode), operation, in_callbacks=in_callbacks, in_order=in_callbacks and in_order)

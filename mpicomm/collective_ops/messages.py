@@ -81,7 +81,7 @@ def _content(
     description = wire_format.decode(raw[:length], f"rank {source}")
     # 3. the content, one message per device type
     buffers = wire_format.output_buffers(description, f"rank {source}")
-    yield [dist.irecv(each, source, members.handle, number) for each in buffers.values() if each.numel()]
+    yield [dist.irecv(buffer, source, members.handle, number) for buffer in buffers.values() if buffer.numel()]
     return description, wire_format.unpack(description, buffers), sender
 
 
@@ -124,7 +124,7 @@ def start_send(members: GroupArgument, data: Data | Exception, dst: int, tag: in
 
 def _detached(grads: Sequence[torch.Tensor]) -> Data:
     """Return gradients as data to send, detached, so that the receiver expects no second-order gradients."""
-    return pytree.take([each.detach() for each in grads], "backward")
+    return pytree.take([gradient.detach() for gradient in grads], "backward")
 
 
 def _read(head: torch.Tensor) -> tuple[int, int, bytes]:
@@ -145,7 +145,7 @@ def _check_fits(out: Data, description: Description) -> None:
             "recv: the sender's data requires a gradient, which cannot be propagated through out=.\n"
             "Omit out=, or send data.detach()."
         )
-    expected, got = [[(dtype, shape) for _, dtype, shape, *_ in each.leaves] for each in (out.description, description)]
+    expected, got = [[(dtype, shape) for _, dtype, shape, *_ in side.leaves] for side in (out.description, description)]
     if expected != got:
         raise ValueError(
             f"recv: out= has {_shown(expected)}, but the message has {_shown(got)}.\n"
@@ -153,8 +153,8 @@ def _check_fits(out: Data, description: Description) -> None:
         )
 
 
-def _shown(found: Sequence[tuple[torch.dtype, Sequence[int]]]) -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in found)
+def _shown(leaves: Sequence[tuple[torch.dtype, Sequence[int]]]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in leaves)
 
 
 # -- tags --------------------------------------------------------------------------------------------------------------

@@ -276,57 +276,57 @@ def scatter_object(
     return _scatter(members, items, src, async_op, "scatter_object", pytree.pickled)
 
 
-def _send(members: GroupArgument, data: Data, dst: int, tag: int, async_op: bool, what: str) -> Any:
-    messages.expected_tag().check(tag, "tag", what)
+def _send(members: GroupArgument, data: Data, dst: int, tag: int, async_op: bool, operation: str) -> Any:
+    messages.expected_tag().check(tag, "tag", operation)
     if dst == members.rank and not async_op:
         raise ValueError(
-            f"{what}: dst must be another rank, got this rank ({dst}): a blocking send to itself would deadlock.\n"
+            f"{operation}: dst must be another rank, got this rank ({dst}): a blocking send to itself would deadlock.\n"
             f"Use isend, or use the data directly."
         )
-    return _start(lambda: messages.send(members, data, dst, tag), what, members, async_op)
+    return _start(lambda: messages.send(members, data, dst, tag), operation, members, async_op)
 
 
-def _recv(group: Any, src: int | None, out: Any, tag: int, async_op: bool, what: str) -> Any:
-    members = resolve(group, what) if src is None else resolve(group, what, src=src)
-    messages.expected_tag().check(tag, "tag", what)
-    output_buffer = None if out is None else pytree.take(out, what, is_output=True)
-    return _start(lambda: messages.receive(members, src, tag, output_buffer, out), what, members, async_op)
+def _recv(group: Any, src: int | None, out: Any, tag: int, async_op: bool, operation: str) -> Any:
+    members = resolve(group, operation) if src is None else resolve(group, operation, src=src)
+    messages.expected_tag().check(tag, "tag", operation)
+    output_buffer = None if out is None else pytree.take(out, operation, is_output=True)
+    return _start(lambda: messages.receive(members, src, tag, output_buffer, out), operation, members, async_op)
 
 
-def _start(steps: Callable[[], Steps], what: str, members: GroupArgument, async_op: bool) -> Any:
-    return start(lambda _: steps(), what, members, async_op, None, in_order=False)
+def _start(steps: Callable[[], Steps], operation: str, members: GroupArgument, async_op: bool) -> Any:
+    return start(lambda _: steps(), operation, members, async_op, None, in_order=False)
 
 
-def _scatter(members: GroupArgument, items: Any, src: int, async_op: bool, what: str, take: Any) -> Any:
+def _scatter(members: GroupArgument, items: Any, src: int, async_op: bool, operation: str, take: Any) -> Any:
     def to_send() -> list[Data]:
-        check_one_each(items, members, what)
+        check_one_each(items, members, operation)
         with torch.no_grad():  # scatter is not differentiable: no rank would receive the gradients
-            return [take(item, what) for item in items]
+            return [take(item, operation) for item in items]
 
-    mine = pytree.or_error(to_send) if members.rank == src else None
-    return start(partial(_scattered, members, mine, what, src), what, members, async_op, None)
+    to_scatter = pytree.or_error(to_send) if members.rank == src else None
+    return start(partial(_scattered, members, to_scatter, operation, src), operation, members, async_op, None)
 
 
-def check_one_each(items: Any, members: GroupArgument, what: str) -> None:
+def check_one_each(items: Any, members: GroupArgument, operation: str) -> None:
     """Check that `items` is a list or tuple of one item for each rank.
 
     Raises:
         TypeError: If `items` is not a list or tuple.
         ValueError: If the number of items is not the number of ranks.
     """
-    _ITEMS.check(items, "items", what)
+    _ITEMS.check(items, "items", operation)
     if len(items) != members.size:
         raise ValueError(
-            f"{what}: items must have one item for each of the group's {members.size} ranks, got {len(items)}.\n"
+            f"{operation}: items must have one item for each of the group's {members.size} ranks, got {len(items)}.\n"
             f"{_ITEMS.remedy}"
         )
 
 
 def _scattered(
-    members: GroupArgument, items: Sequence[Data] | Exception | None, what: str, src: int, mode: Mode
+    members: GroupArgument, items: Sequence[Data] | Exception | None, operation: str, src: int, mode: Mode
 ) -> Steps:
-    nothing = pytree.take(None, what).description
-    yield from call_check.reached(members, (f"{what} from rank {src}", nothing), mode)
+    nothing = pytree.take(None, operation).description
+    yield from call_check.reached(members, (f"{operation} from rank {src}", nothing), mode)
     tag = messages.largest_tag()  # reserved: callers cannot use it
     if items is None:
         return (yield from messages.receive(members, src, tag, None, None))

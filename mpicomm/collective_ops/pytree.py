@@ -87,24 +87,24 @@ class Data(NamedTuple):
     def of(cls, structure: Structure, kinds: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> Data:
         """Return data with a description of its tensors."""
         has_grad_mode = torch.is_grad_enabled()
-        is_on_host = all([each.is_cpu for each in tensors])  # noqa: C419  a list is made faster than a generator
+        is_on_host = all([tensor.is_cpu for tensor in tensors])  # noqa: C419  a list is made faster than a generator
         description = Description(
             structure,
             kinds,
-            dtypes=tuple([each.dtype for each in tensors]),
-            shapes=tuple([each.shape for each in tensors]),
-            devices=("cpu",) * len(tensors) if is_on_host else tuple([each.device.type for each in tensors]),
-            gradients=tuple([has_grad_mode and each.requires_grad for each in tensors]),
+            dtypes=tuple([tensor.dtype for tensor in tensors]),
+            shapes=tuple([tensor.shape for tensor in tensors]),
+            devices=("cpu",) * len(tensors) if is_on_host else tuple([tensor.device.type for tensor in tensors]),
+            gradients=tuple([has_grad_mode and tensor.requires_grad for tensor in tensors]),
         )
         return cls(description, tensors)
 
 
-def take(data: Any, what: str, *, is_output: bool = False) -> Data:
+def take(data: Any, operation: str, *, is_output: bool = False) -> Data:
     """Flatten data into leaves.
 
     Args:
         data: The data.
-        what: The name of the operation, for messages.
+        operation: The name of the operation, for messages.
         is_output: Check that results can be written into the leaves.
 
     Raises:
@@ -112,15 +112,15 @@ def take(data: Any, what: str, *, is_output: bool = False) -> Data:
         ValueError: If a number does not fit into 64 bits, the containers are nested too deeply, or results cannot be
             written into a leaf.
     """
-    found: list[Any] = []
-    structure = flatten(data, found, _PLAIN)
-    if _are_plain_tensors(found):
-        taken = Data.of(structure, (TENSOR,) * len(found), found)
+    leaves: list[Any] = []
+    structure = flatten(data, leaves, _PLAIN)
+    if _are_plain_tensors(leaves):
+        taken = Data.of(structure, (TENSOR,) * len(leaves), leaves)
     else:
-        pairs = [_as_tensor(leaf, what) for leaf in found]
+        pairs = [_as_tensor(leaf, operation) for leaf in leaves]
         taken = Data.of(structure, tuple([kind for kind, _ in pairs]), [tensor for _, tensor in pairs])
     if is_output:
-        _check_writable(found, taken.description, what)
+        _check_writable(leaves, taken.description, operation)
     return taken
 
 
@@ -132,12 +132,12 @@ def or_error(taken: Callable[[], T]) -> T | Exception:
         return error
 
 
-def pickled(thing: Any, what: str) -> Data:
+def pickled(thing: Any, operation: str) -> Data:
     """Return an object as data of one leaf, which holds its pickle.
 
     Args:
         thing: The object.
-        what: The name of the operation, for messages.
+        operation: The name of the operation, for messages.
 
     Raises:
         TypeError: If the object cannot be pickled.
@@ -146,7 +146,7 @@ def pickled(thing: Any, what: str) -> Data:
         memory = bytearray(pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL))
     except Exception as error:  # the object's own methods may raise anything
         raise TypeError(
-            f"{what}: expected an object that can be pickled, got a {type(thing).__name__}: {error}\n"
+            f"{operation}: expected an object that can be pickled, got a {type(thing).__name__}: {error}\n"
             f"Pass the picklable parts of it."
         ) from error
     return Data.of(LEAF, (OBJECT,), [torch.frombuffer(memory, dtype=torch.uint8)])
@@ -174,51 +174,51 @@ def unpickled(tensor: torch.Tensor) -> Any:
     return pickle.loads(tensor.cpu().numpy().tobytes())
 
 
-def _are_plain_tensors(found: list[Any]) -> bool:
+def _are_plain_tensors(leaves: list[Any]) -> bool:
     """Return whether all leaves are tensors that can be sent without conversion."""
     return (
-        _PLAIN_TENSORS.issuperset(map(type, found))
-        and {tensor.layout for tensor in found} <= {torch.strided}
-        and not any([tensor.is_quantized or tensor.is_nested for tensor in found])  # noqa: C419  as above
+        _PLAIN_TENSORS.issuperset(map(type, leaves))
+        and {tensor.layout for tensor in leaves} <= {torch.strided}
+        and not any([tensor.is_quantized or tensor.is_nested for tensor in leaves])  # noqa: C419  as above
     )
 
 
-def _as_tensor(leaf: Any, what: str) -> tuple[str, torch.Tensor]:
+def _as_tensor(leaf: Any, operation: str) -> tuple[str, torch.Tensor]:
     if isinstance(leaf, torch.Tensor):
         if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
             got = "a nested one" if leaf.is_nested else f"one of layout {leaf.layout}"
             raise TypeError(
-                f"{what}: expected a dense tensor that is not quantized, got {got}.\n"
+                f"{operation}: expected a dense tensor that is not quantized, got {got}.\n"
                 f"Convert it with to_dense(), dequantize() or to_padded_tensor()."
             )
         return TENSOR, leaf
     if (dtype := _NUMBERS.get(type(leaf))) is not None:
-        return NUMBER, _of_number(leaf, dtype, what)
+        return NUMBER, _of_number(leaf, dtype, operation)
     if isinstance(leaf, np.ndarray):
-        return ARRAY, _of_array(leaf, what)
+        return ARRAY, _of_array(leaf, operation)
     if isinstance(leaf, np.generic):
-        return SCALAR, _of_array(np.array(leaf), what)
+        return SCALAR, _of_array(np.array(leaf), operation)
     if type(leaf).__module__.partition(".")[0] == "cupy":
         return CUPY, torch.from_dlpack(leaf)
     raise TypeError(
-        f"{what}: expected tensors, arrays, numbers or containers of them, got a {type(leaf).__name__}.\n"
+        f"{operation}: expected tensors, arrays, numbers or containers of them, got a {type(leaf).__name__}.\n"
         f"Use an `_object` operation, such as all_gather_object, for other objects."
     )
 
 
-def _of_number(number: Any, dtype: torch.dtype, what: str) -> torch.Tensor:
+def _of_number(number: Any, dtype: torch.dtype, operation: str) -> torch.Tensor:
     try:
         return torch.tensor(number, dtype=dtype, device="cpu")
     except (OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{what}: {number} does not fit into 64 bits.\nUse an `_object` operation, such as all_gather_object."
+            f"{operation}: {number} does not fit into 64 bits.\nUse an `_object` operation, such as all_gather_object."
         ) from error
 
 
-def _of_array(array: np.ndarray, what: str) -> torch.Tensor:
+def _of_array(array: np.ndarray, operation: str) -> torch.Tensor:
     if type(array) is not np.ndarray:
         raise TypeError(
-            f"{what}: expected a plain numpy.ndarray, got its subclass {type(array).__name__}.\n"
+            f"{operation}: expected a plain numpy.ndarray, got its subclass {type(array).__name__}.\n"
             f"Pass np.asarray(array) if only its values matter."
         )
     try:
@@ -226,7 +226,8 @@ def _of_array(array: np.ndarray, what: str) -> torch.Tensor:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{what}: an array of {array.dtype} with strides {array.strides} cannot be converted to a tensor: {error}\n"
+            f"{operation}: an array of {array.dtype} with strides {array.strides} cannot be converted to a tensor: "
+            f"{error}\n"
             f"Convert it (np.ascontiguousarray, astype), or use an `_object` operation, such as all_gather_object."
         ) from error
 
@@ -250,26 +251,26 @@ _RESTORED: dict[str, Callable[[torch.Tensor], Any]] = {
 KINDS = tuple(_RESTORED)
 
 
-def _check_writable(leaves: Sequence[Any], description: Description, what: str) -> None:
+def _check_writable(leaves: Sequence[Any], description: Description, operation: str) -> None:
     """Check that results can be written into the leaves.
 
     Raises:
         ValueError: If a leaf is a number, a scalar or a read-only array, or requires a gradient.
     """
-    found = zip(leaves, description.kinds, description.gradients, paths(description.structure), strict=True)
-    for leaf, kind, has_gradient, path in found:
+    rows = zip(leaves, description.kinds, description.gradients, paths(description.structure), strict=True)
+    for leaf, kind, has_gradient, path in rows:
         if kind not in (TENSOR, ARRAY, CUPY):
             raise ValueError(
-                f"{what}: {path} is a {kind}, which cannot be modified in place.\n"
+                f"{operation}: {path} is a {kind}, which cannot be modified in place.\n"
                 f"Pass a tensor or an array, or use the result that the operation returns."
             )
         if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
             raise ValueError(
-                f"{what}: {path} is read-only: the result cannot be written into it.\nPass a writable copy of it."
+                f"{operation}: {path} is read-only: the result cannot be written into it.\nPass a writable copy of it."
             )
         if has_gradient:
             raise ValueError(
-                f"{what}: {path} requires a gradient and cannot be modified in place.\n"
+                f"{operation}: {path} requires a gradient and cannot be modified in place.\n"
                 f"Use the result that the operation returns, or call it under torch.no_grad()."
             )
 
@@ -410,7 +411,7 @@ def _name_of(kind: Any) -> str:
         TypeError: If the class cannot be imported under its name.
     """
     name = f"{kind.__module__}:{kind.__qualname__}"
-    if _found(name) is not kind:
+    if _resolved(name) is not kind:
         raise TypeError(
             f"cannot import {kind.__qualname__} from {kind.__module__}: other ranks need it to rebuild the data.\n"
             f"Define it at the top level of a module, not within a function."
@@ -424,16 +425,16 @@ def _class_of(name: str) -> Any:
     Raises:
         MpicommError: If this rank cannot import it, or it is not a namedtuple or dataclass.
     """
-    found = _found(name)
-    if isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields")):
-        return found
+    resolved = _resolved(name)
+    if isinstance(resolved, type) and (dataclasses.is_dataclass(resolved) or hasattr(resolved, "_fields")):
+        return resolved
     raise MpicommError(
         f"the received data contain a {name}, which is not a namedtuple or dataclass on this rank.\n"
         f"Define the class in a module that all ranks can import."
     )
 
 
-def _found(name: str) -> Any:
+def _resolved(name: str) -> Any:
     """Return the object with a name, `module:qualified.name`; None if it does not exist."""
     try:
         return pkgutil.resolve_name(name)

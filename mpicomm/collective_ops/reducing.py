@@ -45,7 +45,7 @@ class Op:
     """The `torch.distributed.ReduceOp`."""
 
     @classmethod
-    def of(cls, op: Any, what: str) -> Op:
+    def of(cls, op: Any, operation: str) -> Op:
         """Return the operation for the caller's argument, a name or a `torch.distributed.ReduceOp`.
 
         Raises:
@@ -54,17 +54,17 @@ class Op:
         """
         if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             return cls(torch_internals.reduce_op_name(op), op)
-        _OP.check(op, "op", what)
+        _OP.check(op, "op", operation)
         return cls(_OPS[op], getattr(dist.ReduceOp, _OPS[op]))
 
-    def check(self, data: Data, size: int, what: str) -> None:
+    def check(self, data: Data, size: int, operation: str) -> None:
         """Check that the operation is defined for all leaves, before anything is sent.
 
         Raises:
             ValueError: If the operation is not defined for a leaf's dtype.
         """
         for dtype in dict.fromkeys(data.description.dtypes):
-            reductions.plan(self.handle, dtype, size, what)
+            reductions.plan(self.handle, dtype, size, operation)
 
     def on(self, members: GroupArgument) -> Any:
         """Return the operation to call on a group: only this package's backend implements AVG for every dtype."""
@@ -139,7 +139,7 @@ def reduce_and_scatter(members: GroupArgument, data: Data | Exception, op: Op, m
         taken = pytree.take(grads, "reduce_scatter, backward")
         gathered = handles.run(data_movement.gather(members, taken, None, "reduce_scatter, backward", IN_THE_CALL))
         whole = [torch.cat(of_leaf) for of_leaf in zip(*gathered, strict=True)]
-        return [each / members.size for each in whole] if op.name == "AVG" else whole
+        return [gradient / members.size for gradient in whole] if op.name == "AVG" else whole
 
     return data.description.rebuilt(_attached(data, op, results, backward))
 
@@ -170,10 +170,10 @@ def _bundles(data: Data, *, inplace: bool) -> list[_Bundle]:
 def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
     if len(tensors) > 1:
         return _flat(tensors)
-    mine = tensors[0].detach()
-    if inplace and buffers.is_dense(mine):
-        return mine
-    return mine.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    tensor = tensors[0].detach()
+    if inplace and buffers.is_dense(tensor):
+        return tensor
+    return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _by_dtype(data: Data) -> list[Sequence[int]]:
@@ -211,7 +211,7 @@ def _written_back(data: Data, results: Sequence[torch.Tensor]) -> Any:
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the content of tensors of the same dtype, concatenated."""
     with torch.no_grad():
-        return torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in tensors])
+        return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 
 def _unflat(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:

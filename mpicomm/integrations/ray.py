@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mpicomm import arguments
+from mpicomm.arguments import Deadline
 from mpicomm.collective_ops.collectives import all_gather_object, broadcast_object
-from mpicomm.durations import Deadline
 from mpicomm.errors import MpicommError
 from mpicomm.integrations import serving
 from mpicomm.integrations.required_package import installed_by
@@ -187,7 +187,7 @@ class _Node:
         deadline = Deadline(serving.start_seconds())
         while _STARTED not in (printed := self._log.read_text(errors="replace")):
             has_ended = self._process.poll() is not None
-            if has_ended or deadline.left() < 0:
+            if has_ended or deadline.count_down() < 0:
                 status = f"exited with status {self._process.returncode}"
                 problem = status if has_ended else f"timed out after {deadline.seconds:g} s"
                 lines = "\n".join(f"  {line}" for line in printed.splitlines()[-_SHOWN:])

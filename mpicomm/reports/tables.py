@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mpicomm import durations, terminal
+from mpicomm import terminal
 from mpicomm.metrics_file import PARTS
 from mpicomm.reports.figures import Figures, RecoveryFigures
 
@@ -25,7 +25,7 @@ def shown_seconds(seconds: float) -> str:
     """Return a duration with its unit: `3.2 s`, `1:05 min` or `2:00:10 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    return f"{durations.clock(seconds)} {'min' if round(seconds) < 3600 else 'h'}"
+    return f"{terminal.clock(seconds)} {'min' if round(seconds) < 3600 else 'h'}"
 
 
 def _column(figures: Figures, metrics: Sequence[str]) -> dict[str, str]:

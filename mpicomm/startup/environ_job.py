@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from mpicomm.arguments import PORT
 from mpicomm.errors import LaunchError, RendezvousError, raised_on_all_ranks
 from mpicomm.launch import allocation, detect
 from mpicomm.launch.detect import Launch
-from mpicomm.startup import backend_choice, devices, notice, open_files, other_group, topology
-from mpicomm.startup.start_request import JoinedJob, StartRequest, this_command
-from mpicomm.startup.topology import Topology
+from mpicomm.startup import devices, missing_ranks, notice, open_files, plan, topology
+from mpicomm.startup.plan import JoinedJob, Plan
+from mpicomm.startup.start_request import StartRequest, this_command
 
 
 def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJob:
@@ -26,8 +27,8 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
         hang_seconds: Seconds after which a notice names absent ranks.
 
     Raises:
-        LaunchError: If the arguments require MPI, MASTER_ADDR or MASTER_PORT is not set, or torch.distributed is
-            already initialized.
+        LaunchError: If the arguments require MPI, MASTER_ADDR or MASTER_PORT is not set, MASTER_PORT is not a
+            port, or torch.distributed is already initialized.
         RendezvousError: If the store cannot be reached, or ranks do not arrive within the timeout.
         DeviceError: If this process does not have the requested device.
     """
@@ -39,24 +40,27 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
         open_files.allow(launch.size)
     with notice.after(notice.seconds_before(hang_seconds, limit), launch, "rendezvous", limit):
         store, rank, size = _rendezvous(launch, limit)
-        where = _topology(store, rank, size, limit)
+        nodes, hosts = _nodes_and_hosts(store, rank, size, limit)
     # 3. choose the device and the backend
-    device = _device(request, where)
+    position = topology.from_nodes(rank, nodes, hosts)
+    device = _device(request, position.local_rank)
     if rank == 0:
         _warn(request, launch)
-    backend = backend_choice.choose(
+    backend = plan.choose_backend(
         request.backend, has_mpi=False, gpu_each=device.type == "cuda", has_nccl=dist.is_nccl_available()
     )
-    return JoinedJob(where, device, backend, store, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return JoinedJob(Plan(hosts, nodes, size, backend), position, position, device, store, address, port)
 
 
 def _check(request: StartRequest, launch: Launch) -> None:
     if argument := _argument_that_needs_mpi(request):
+        launcher = "mpicomm run --fault-tolerant" if request.recovers else "mpirun"
         raise raised_on_all_ranks(
             LaunchError(
                 f"{argument} needs MPI, but this process was started by {launch.title}, without MPI.\n"
                 f"Call bootstrap() without {argument.partition('=')[0]}=, or start with MPI:\n"
-                f"  {_start_with_mpi(request, launch)}"
+                f"  {launcher} -n {launch.size} {this_command()}"
             )
         )
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
@@ -64,7 +68,8 @@ def _check(request: StartRequest, launch: Launch) -> None:
             f"{launch.title} did not set {' and '.join(missing)}, and the ranks cannot agree on it without MPI.\n"
             f"Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, on all ranks."
         )
-    other_group.refuse(request.backend)
+    PORT.check(os.environ["MASTER_PORT"], "MASTER_PORT")
+    request.refuse_other_group()
 
 
 def _argument_that_needs_mpi(request: StartRequest) -> str:
@@ -72,12 +77,7 @@ def _argument_that_needs_mpi(request: StartRequest) -> str:
         return "comm="
     if request.recovers:
         return f"on_failure={request.on_failure!r}"
-    return f"backend={request.backend!r}" if backend_choice.needs_mpi(request.backend) else ""
-
-
-def _start_with_mpi(request: StartRequest, launch: Launch) -> str:
-    launcher = "mpicomm run --fault-tolerant" if request.recovers else "mpirun"
-    return f"{launcher} -n {launch.size} {this_command()}"
+    return f"backend={request.backend!r}" if plan.needs_mpi(request.backend) else ""
 
 
 def _warn(request: StartRequest, launch: Launch) -> None:
@@ -88,9 +88,9 @@ def _warn(request: StartRequest, launch: Launch) -> None:
             warnings.warn(warning, stacklevel=4)
 
 
-def _device(request: StartRequest, where: Topology) -> torch.device:
+def _device(request: StartRequest, local_rank: int) -> torch.device:
     if request.device is None:
-        return devices.select(where.local_rank % torch.cuda.device_count() if torch.cuda.is_available() else None)
+        return devices.select(local_rank % torch.cuda.device_count() if torch.cuda.is_available() else None)
     wanted = devices.parse(request.device)
     return devices.select(wanted.index if wanted.type == "cuda" else None)
 
@@ -99,28 +99,24 @@ def _rendezvous(launch: Launch, wait_limit: float) -> tuple[dist.Store, int, int
     try:
         return next(rendezvous("env://", launch.rank, launch.size, timeout=datetime.timedelta(seconds=wait_limit)))
     except dist.DistError as error:
-        where = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
+        endpoint = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
         raise RendezvousError(
-            f"rank {launch.rank} on {socket.gethostname()}: rendezvous at {where} failed: "
+            f"rank {launch.rank} on {socket.gethostname()}: rendezvous at {endpoint} failed: "
             f"{str(error).splitlines()[0]}\n"
             f"Set MASTER_ADDR to an address of rank 0's host that all ranks can reach, and MASTER_PORT to a free port "
             f"there."
         ) from None
 
 
-def _topology(store: dist.Store, rank: int, size: int, wait_limit: float) -> Topology:
-    """Discover which ranks share a node, by GROUP_RANK or SLURM_NODEID, else by host name (collective)."""
+def _nodes_and_hosts(store: dist.Store, rank: int, size: int, wait_limit: float) -> tuple[list[str], list[str]]:
+    """Return every rank's node (GROUP_RANK or SLURM_NODEID, else the host name) and host (collective)."""
     hostname = socket.gethostname()
     node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or hostname
     store.set(f"mpicomm/place/{rank}", f"{node} {hostname}")
-    keys = [f"mpicomm/place/{each}" for each in range(size)]
+    keys = [f"mpicomm/place/{number}" for number in range(size)]
     try:
         places = [place.decode().split(" ", 1) for place in store.multi_get(keys)]
     except dist.DistError:
-        missing = [f"rank {each}" for each in range(size) if not store.check([keys[each]])]
-        raise RendezvousError(
-            f"bootstrap(): timed out after {wait_limit:g} s: {len(missing)} of {size} ranks did not arrive: "
-            f"{', '.join(missing)}.\n"
-            f"Check that every rank calls mpicomm.bootstrap(), or increase bootstrap(timeout=...)."
-        ) from None
-    return topology.from_nodes(rank, [place[0] for place in places], [place[1] for place in places])
+        missing = [number for number in range(size) if not store.check([keys[number]])]
+        raise missing_ranks.error_of("bootstrap()", wait_limit, size, len(missing), missing) from None
+    return [node for node, _ in places], [host for _, host in places]

@@ -14,7 +14,7 @@ _IFF_UP = 0x1  # linux/if.h
 
 def listed() -> list[tuple[str, str]]:
     """Return name and address of every interface that is up; IPv4 first, then IPv6."""
-    found = []
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
@@ -24,14 +24,14 @@ def listed() -> list[tuple[str, str]]:
             except OSError:  # an interface without an IPv4 address
                 continue
             if flags & _IFF_UP:
-                found.append((name, address))
-    return found + _ipv6()
+                addresses.append((name, address))
+    return addresses + _ipv6()
 
 
 def towards(address: str) -> str | None:
     """Return the name of the interface on the route to an address; None if it cannot be determined."""
-    mine = address_towards(address)
-    return next((name for name, each in listed() if each == mine), None)
+    own_address = address_towards(address)
+    return next((name for name, interface_address in listed() if interface_address == own_address), None)
 
 
 def address_towards(address: str) -> str | None:

@@ -1,4 +1,8 @@
-"""Forms the job of ranks that MPI has connected: rank 0 plans it from the facts of all ranks, and opens the store."""
+"""Forms the job of processes that MPI has connected: rank 0 plans it from the facts of all, and opens the store.
+
+A start and a recovery differ in the facts only: `join` gathers those of new ranks, `rejoin` those of processes whose
+device and backend are known.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +16,28 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
 from mpicomm import agreement, mpi, shm
 from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
-from mpicomm.launch import allocation, detect, scheduler_query
+from mpicomm.launch import allocation, detect, mpi_operator, scheduler_query
 from mpicomm.launch.allocation import Allocation
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import SPARES, Settings
 from mpicomm.shm import native
-from mpicomm.startup import backend_choice, devices, notice, other_group, rendezvous, topology, unused_hosts
-from mpicomm.startup.start_request import JoinedJob, StartRequest, this_command
-from mpicomm.startup.startup_barrier import Notice, startup_barrier
+from mpicomm.startup import devices, notice, plan, rendezvous, topology
+from mpicomm.startup.missing_ranks import Notice, wait_for_all_ranks
+from mpicomm.startup.plan import JoinedJob, Plan
+from mpicomm.startup.start_request import StartRequest, this_command
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+F = TypeVar("F")
 
 _CONNECT_LIMIT = datetime.timedelta(seconds=5)  # for the store of a rank 0 that has failed during the recovery
 _SHORTEST_INIT = 30.0  # the least timeout of MPI_Init in seconds: processes start slowly on a busy machine
@@ -38,7 +45,7 @@ _SHORTEST_INIT = 30.0  # the least timeout of MPI_Init in seconds: processes sta
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """The facts of a rank, from which the job is planned."""
+    """The facts of a rank at the start, from which the job is planned."""
 
     hostname: str
     node: int
@@ -58,36 +65,6 @@ class _Facts:
 
     lacks_library: bool
     """Whether shared memory is enabled, but the C library that it requires was not built."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """How the job is set up, the same on all ranks."""
-
-    hosts: list[str]
-    """The host of every rank."""
-
-    nodes: list[int]
-    """The lowest rank of every rank's node."""
-
-    gpus: list[int | None]
-    """The index of every rank's GPU; None for the CPU."""
-
-    backend: str | None
-    places: list[tuple[str, int]]
-    """The addresses and ports at which rank 0 listens for connections of the store."""
-
-    store_token: bytes
-    """With it rank 0 proves its identity at these addresses."""
-
-    channel_token: bytes
-    """With it the ranks authenticate themselves to the hubs of the out-of-band channel."""
-
-    started: str
-    """The time of the start."""
-
-    warnings: list[str]
-    """Warnings for rank 0 to print."""
 
 
 def initialize(request: StartRequest, launch: Launch, hang_seconds: float) -> Intracomm:
@@ -127,154 +104,144 @@ def join(
     limit = request.wait_limit
     missing_notice = Notice(notice.seconds_before(settings.seconds_to_report, limit), write_notice)
     hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
-    startup_barrier(base, "bootstrap()", limit, missing_notice, hosts)
-    # 2. agree on the plan
+    wait_for_all_ranks(base, "bootstrap()", limit, missing_notice, hosts)
+    # 2. the facts of each rank
     comm = base.Dup()
-    listeners: list[socket.socket] = []
-    plan = _agree(comm, request, launch, settings, listeners)
-    spares = settings.num_spares if request.recovers else 0
-    if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):
-        warnings.warn(warning, stacklevel=3)
-    for warning in plan.warnings if comm.rank == 0 else ():
-        warnings.warn(warning, stacklevel=3)
-    # 3. select the device and open the store
-    device = devices.select(plan.gpus[comm.rank])
-    return _open(comm, comm.size - spares, plan, device, listeners, request.limit)
-
-
-def rejoin(
-    comm: Intracomm, size: int, request: StartRequest, interface: str | None, backend: str | None, device: torch.device
-) -> JoinedJob:
-    """Form the job of the processes that are left after a failure (collective).
-
-    Args:
-        comm: The communicator of these processes: the ranks of the world, then the spares.
-        size: The number of ranks of the world.
-        request: The arguments of `bootstrap`.
-        interface: The network interface of the store.
-        backend: The backend of the job.
-        device: The device of this process.
-
-    Raises:
-        MpicommError: On every process, if the store cannot be opened.
-        Exception: An exception of MPI, on some processes only, if another process fails meanwhile.
-    """
-    listeners: list[socket.socket] = []
     node = topology.first_rank_of_node(comm)
-
-    def decide(facts: list[tuple[str, int]]) -> _Plan:
-        hosts, nodes = [host for host, _ in facts], [node for _, node in facts]
-        # MASTER_ADDR and MASTER_PORT, if the user has set them, are those of the first rank 0, which may have failed.
-        listeners.extend(rendezvous.listen(topology.from_nodes(0, nodes, hosts), {}, interface))
-        return _plan(hosts, nodes, [None] * len(hosts), backend, listeners)
-
-    try:
-        plan = agreement.decide_on_rank_0(comm, lambda: (socket.gethostname(), node), decide)
-        return _open(comm, size, plan, device, listeners, request.limit, connect_limit=_CONNECT_LIMIT)
-    finally:
-        for listener in listeners:
-            listener.close()  # does nothing for the one that the store has taken over
-
-
-def _open(
-    comm: Intracomm,
-    size: int,
-    plan: _Plan,
-    device: torch.device,
-    listeners: list[socket.socket],
-    limit: datetime.timedelta,
-    connect_limit: datetime.timedelta | None = None,
-) -> JoinedJob:
-    """Open the store, and split the ranks of the world from the spares (collective)."""
-    everyone = topology.from_nodes(comm.rank, plan.nodes, plan.hosts)
-    store = rendezvous.open_store(comm, everyone, listeners, plan.places, plan.store_token, limit, connect_limit)
-    is_spare = comm.rank >= size
-    where, world = everyone, comm
-    if size < comm.size:
-        world = cast("Intracomm", comm.Split(mpi.api().UNDEFINED if is_spare else 0, comm.rank))
-        where = everyone if is_spare else topology.from_nodes(comm.rank, plan.nodes[:size], plan.hosts[:size])
-    return JoinedJob(
-        where,
-        device,
-        plan.backend,
-        *store,
-        None if is_spare else world,
-        plan.channel_token,
-        plan.started,
-        base=comm,
-        size=size,
-        everyone=everyone,
-    )
-
-
-def _agree(
-    comm: Intracomm, request: StartRequest, launch: Launch, settings: Settings, listeners: list[socket.socket]
-) -> _Plan:
-    """Gather the facts of all ranks, and return rank 0's plan; rank 0 adds its sockets to `listeners` (collective)."""
-    node = topology.first_rank_of_node(comm)
+    num_spares = settings.num_spares if request.recovers else 0
     same = {
         "backend": request.backend,
         "on_failure": request.on_failure,
         "min_ranks": request.min_ranks,
-        SPARES: settings.num_spares if request.recovers else 0,
+        SPARES: num_spares,
     }
 
     def collect() -> _Facts:
         _check_launch(launch)
-        other_group.refuse(request.backend)
+        request.refuse_other_group()
         gpus = devices.usable_gpus(request.device)
         assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
         why_cpu = devices.why_unusable(assigned)
         lacks_library = settings.shares_memory and settings.uses_native and native.library() is None
         return _Facts(socket.gethostname(), node, same, gpus, dist.is_nccl_available(), why_cpu, lacks_library)
 
-    def decide(facts: list[_Facts]) -> _Plan:
-        _check_same([each.settings for each in facts])
+    # 3. the plan of rank 0
+    def decide(facts: list[_Facts]) -> Plan:
+        _check_same([rank_facts.settings for rank_facts in facts])
         if request.recovers:
-            _check_recovery(comm.size, request.min_ranks, settings.num_spares)
-        hosts, nodes = [each.hostname for each in facts], [each.node for each in facts]
+            _check_recovery(comm.size, request.min_ranks, num_spares)
+        hosts, nodes = [rank_facts.hostname for rank_facts in facts], [rank_facts.node for rank_facts in facts]
         if request.comm is None:
-            unused_hosts.refuse(os.environ, hosts)
-        uuids = devices.assign_on_nodes([each.gpus for each in facts], nodes)
-        backend = _choose_backend(request.backend, facts, uuids, hosts)
-        environ = rendezvous.environ_of_user(os.environ)
-        listeners.extend(rendezvous.listen(topology.from_nodes(0, nodes, hosts), environ, settings.interface))
-        indices = [None if uuid is None else each.gpus[uuid] for each, uuid in zip(facts, uuids, strict=True)]
-        return _plan(hosts, nodes, indices, backend, listeners, _warnings(facts))
+            _refuse_unused_hosts(os.environ, hosts)
+        uuids = devices.assign_on_nodes([rank_facts.gpus for rank_facts in facts], nodes)
+        indices = [None if uuid is None else facts[rank].gpus[uuid] for rank, uuid in enumerate(uuids)]
+        backend = plan.choose_backend(
+            request.backend,
+            has_mpi=True,
+            gpu_each=plan.has_gpu_each(uuids, hosts),
+            has_nccl=all(rank_facts.has_nccl for rank_facts in facts),
+        )
+        if plan.needs_nccl(backend):
+            devices.refuse_shared(uuids, hosts, [rank_facts.why_cpu for rank_facts in facts])
+        return Plan(hosts, nodes, comm.size - num_spares, backend, indices, warnings=_warnings(facts))
 
-    return agreement.decide_on_rank_0(comm, collect, decide)
+    if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):
+        warnings.warn(warning, stacklevel=3)
+    return _form(comm, collect, decide, rendezvous.environ_of_user(os.environ), settings.interface, request.limit)
+
+
+def rejoin(comm: Intracomm, size: int, request: StartRequest, settings: Settings, last: JoinedJob) -> JoinedJob:
+    """Form the job of the processes that are left after a failure (collective).
+
+    Args:
+        comm: The communicator of these processes: the ranks of the world, then the spares.
+        size: The number of ranks of the world.
+        request: The arguments of `bootstrap`.
+        settings: The settings.
+        last: The job in which ranks have failed.
+
+    Raises:
+        MpicommError: On every process, if the store cannot be opened.
+        Exception: An exception of MPI, on some processes only, if another process fails meanwhile.
+    """
+    facts_of_process = (socket.gethostname(), topology.first_rank_of_node(comm), last.device.index)
+
+    def decide(facts: list[tuple[str, int, int | None]]) -> Plan:
+        hosts, nodes, gpus = zip(*facts, strict=True)
+        return Plan(hosts, nodes, size, last.plan.backend, gpus)
+
+    # MASTER_ADDR and MASTER_PORT, if the user has set them, are those of the first rank 0, which may have failed.
+    no_environ: dict[str, str] = {}
+    return _form(comm, lambda: facts_of_process, decide, no_environ, settings.interface, request.limit, _CONNECT_LIMIT)
+
+
+def _form(
+    comm: Intracomm,
+    collect: Callable[[], F],
+    decide: Callable[[list[F]], Plan],
+    environ: Mapping[str, str],
+    interface: str | None,
+    limit: datetime.timedelta,
+    connect_limit: datetime.timedelta | None = None,
+) -> JoinedJob:
+    """Agree on the plan, select the device, open the store, and split the ranks from the spares (collective).
+
+    Args:
+        comm: The communicator of all processes.
+        collect: Returns the facts of this process.
+        decide: Returns the plan, from the facts of all processes, without addresses and tokens.
+        environ: The environment of rank 0, with the address of the store if the user has set it.
+        interface: The network interface of the store.
+        limit: The timeout of the store.
+        connect_limit: The timeout of the connection to the store, if it differs.
+    """
+    listeners: list[socket.socket] = []
+
+    def complete(facts: list[F]) -> Plan:
+        decided = decide(facts)
+        of_rank_0 = topology.from_nodes(0, decided.nodes, decided.hosts)
+        listeners.extend(rendezvous.listen(of_rank_0, environ, interface))
+        return dataclasses.replace(
+            decided,
+            addresses=[listener.getsockname()[:2] for listener in listeners],
+            store_token=secrets.token_bytes(),
+            channel_token=secrets.token_bytes(),
+            started=time.strftime("%Y%m%d-%H%M%S"),
+        )
+
+    try:
+        agreed = agreement.decide_on_rank_0(comm, collect, complete)
+        for warning in agreed.warnings if comm.rank == 0 else ():
+            warnings.warn(warning, stacklevel=4)
+        device = devices.select(agreed.gpus[comm.rank])
+        everyone = topology.from_nodes(comm.rank, agreed.nodes, agreed.hosts)
+        store, address, port = rendezvous.open_store(
+            comm, everyone, listeners, agreed.addresses, agreed.store_token, limit, connect_limit
+        )
+    finally:
+        for listener in listeners:
+            listener.close()  # does nothing for the one that the store has taken over
+    position, world, is_spare = everyone, comm, comm.rank >= agreed.size
+    if agreed.size < comm.size:
+        world = cast("Intracomm", comm.Split(mpi.api().UNDEFINED if is_spare else 0, comm.rank))
+    if agreed.size < comm.size and not is_spare:
+        position = topology.from_nodes(comm.rank, agreed.nodes[: agreed.size], agreed.hosts[: agreed.size])
+    of_ranks = None if is_spare else world
+    return JoinedJob(agreed, position, everyone, device, store, address, port, comm, of_ranks, is_spare)
+
+
+# -- the checks of rank 0 ----------------------------------------------------------------------------------------------
 
 
 def _warnings(facts: list[_Facts]) -> list[str]:
     """Return what rank 0 warns of: each cause once, with the lowest rank that has it."""
-    found = [f"rank {rank}: {each.why_cpu}" for rank, each in enumerate(facts) if each.why_cpu][:1]
-    if len(facts) > 1 and (ranks := [rank for rank, each in enumerate(facts) if each.lacks_library]):
-        found.append(
+    causes = [f"rank {rank}: {rank_facts.why_cpu}" for rank, rank_facts in enumerate(facts) if rank_facts.why_cpu][:1]
+    if len(facts) > 1 and (ranks := [rank for rank, rank_facts in enumerate(facts) if rank_facts.lacks_library]):
+        causes.append(
             f"rank {ranks[0]}: {shm.MISSING_LIBRARY}.\n"
             f"{shm.LIBRARY_REMEDY} To disable shared memory and this warning, set MPICOMM_NATIVE=0."
         )
-    return found
-
-
-def _plan(
-    hosts: list[str],
-    nodes: list[int],
-    gpus: list[int | None],
-    backend: str | None,
-    listeners: list[socket.socket],
-    warnings_of_ranks: Sequence[str] = (),
-) -> _Plan:
-    return _Plan(
-        hosts,
-        nodes,
-        gpus,
-        backend,
-        places=[listener.getsockname()[:2] for listener in listeners],
-        store_token=secrets.token_bytes(),
-        channel_token=secrets.token_bytes(),
-        started=time.strftime("%Y%m%d-%H%M%S"),
-        warnings=list(warnings_of_ranks),
-    )
+    return causes
 
 
 def _check_same(settings: list[dict[str, Any]]) -> None:
@@ -284,10 +251,10 @@ def _check_same(settings: list[dict[str, Any]]) -> None:
         MpicommError: If one differs from that of rank 0.
     """
     for name, expected in settings[0].items():
-        for rank, each in enumerate(settings):
-            if each[name] != expected:
+        for rank, of_rank in enumerate(settings):
+            if of_rank[name] != expected:
                 raise MpicommError(
-                    f"rank {rank}: {name} must be the same on every rank, got {each[name]!r}, "
+                    f"rank {rank}: {name} must be the same on every rank, got {of_rank[name]!r}, "
                     f"but {expected!r} on rank 0.\n"
                     f"{'Set' if name.isupper() else 'Pass'} the same {name} on every rank."
                 )
@@ -300,7 +267,14 @@ def _check_recovery(size: int, min_ranks: int, num_spares: int) -> None:
         LaunchError: If MPI does not tolerate failures, or there are too few processes.
     """
     if not mpi.tolerates_failures():
-        raise LaunchError(_cannot_recover(mpi.library().title))
+        raise LaunchError(
+            f'bootstrap(on_failure="recover") needs Open MPI 5 with ULFM under `mpirun --with-ft ulfm`, got '
+            f"{mpi.library().title} without it.\n"
+            f"Without ULFM, restart the ranks from a checkpoint (mpicomm run --max-restarts N), or let the scheduler "
+            f"requeue the job.\n"
+            f"With Open MPI 5, start with:\n"
+            f"  mpicomm run --fault-tolerant {shlex.join(sys.orig_argv[1:])}"
+        )
     if size - num_spares < min_ranks:
         raise LaunchError(
             f"bootstrap(min_ranks={min_ranks}) needs {min_ranks} ranks and the spares ({SPARES}={num_spares}), "
@@ -309,15 +283,26 @@ def _check_recovery(size: int, min_ranks: int, num_spares: int) -> None:
         )
 
 
-def _cannot_recover(library: str) -> str:
-    return (
-        f'bootstrap(on_failure="recover") needs Open MPI 5 with ULFM under `mpirun --with-ft ulfm`, got {library} '
-        f"without it.\n"
-        f"Without ULFM, restart the ranks from a checkpoint (mpicomm run --max-restarts N), or let the scheduler "
-        f"requeue the job.\n"
-        f"With Open MPI 5, start with:\n"
-        f"  mpicomm run --fault-tolerant {shlex.join(sys.orig_argv[1:])}"
-    )
+def _refuse_unused_hosts(environ: Mapping[str, str], hosts: Sequence[str]) -> None:
+    """Raise LaunchError if a Kubernetes operator's host file, which the launcher ignored, names more hosts.
+
+    Only the launcher's container has the file. A rank elsewhere was started with the file, or with other hosts.
+
+    Args:
+        hosts: The host of every rank.
+    """
+    library = mpi.library()
+    if (host_file := mpi_operator.ignored_host_file(environ, library)) is None:
+        return
+    try:
+        text = Path(host_file[1]).read_text()
+    except OSError:
+        return
+    if problem := mpi_operator.problem(text, host_file, library, hosts):
+        raise LaunchError(problem)
+
+
+# -- the checks of each rank -------------------------------------------------------------------------------------------
 
 
 def _check_launch(launch: Launch) -> None:
@@ -343,15 +328,3 @@ def _launch_error(launch: Launch, problem: str) -> LaunchError:
     """Return the error of a rank that MPI did not connect; every rank raises it if the launcher gave each a size."""
     error = LaunchError(problem)
     return raised_on_all_ranks(error) if launch.claims and launch.size > 1 else error
-
-
-def _choose_backend(wanted: str | None, facts: list[_Facts], uuids: list[str | None], hosts: list[str]) -> str | None:
-    backend = backend_choice.choose(
-        wanted,
-        has_mpi=True,
-        gpu_each=backend_choice.gpu_each(uuids, hosts),
-        has_nccl=all(each.has_nccl for each in facts),
-    )
-    if backend_choice.needs_nccl(backend):
-        devices.refuse_shared(uuids, hosts, [each.why_cpu for each in facts])
-    return backend

@@ -43,14 +43,14 @@ def ranks_on_one_node(files: int) -> int:
     return max(0, left // 2)
 
 
-def require_on_rank_0(where: Topology) -> None:
+def require_on_rank_0(topology: Topology) -> None:
     """Raise rank 0's limit for the connections of a job.
 
     Raises:
         LaunchError: If the hard limit is too low; the message gives the number of ranks that fit.
     """
-    size = where.size
-    needed = size + where.local_size + where.num_nodes
+    size = topology.size
+    needed = size + topology.local_size + topology.num_nodes
     # When the job fails, every rank may open one more connection, to find out whether it failed first.
     left = max(0, allow(needed + size) - _LEAST_SPARE)
     if left < needed:

@@ -10,17 +10,19 @@ import concurrent.futures
 import contextlib
 import datetime
 import ipaddress
+import os
 import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from mpicomm import agreement
+from mpicomm.arguments import PORT
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError, raised_on_all_ranks
 from mpicomm.startup import interfaces, open_files
 from mpicomm.startup.topology import Topology
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 STORE_OF_RANK = "_MPICOMM_RANK_STORE"  # set in a rank, for its children: the address and the port of its store
+_BACKLOG = 4096  # pending connections, so that all ranks of a large job may connect at once
 _PROOF_SECONDS = (0.5, 5.0)  # two rounds: with a network that drops packets, most starts need only the short one
 
 
@@ -39,7 +42,7 @@ def environ_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value for name, value in environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
 
 
-def listen(where: Topology, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:
+def listen(topology: Topology, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:
     """Listen on rank 0 for the connections of the job's store.
 
     The address is MASTER_ADDR if it is set, loopback on a single node, otherwise each of this host's addresses.
@@ -54,15 +57,15 @@ def listen(where: Topology, environ: Mapping[str, str], interface: str | None) -
         RendezvousError: On an unexpected error.
     """
     with _explained():
-        open_files.require_on_rank_0(where)
-        return _listen(where.num_nodes, environ, interface)
+        open_files.require_on_rank_0(topology)
+        return _listen(topology.num_nodes, environ, interface)
 
 
 def open_store(
     comm: Intracomm,
-    where: Topology,
+    topology: Topology,
     listeners: list[socket.socket],
-    places: list[tuple[str, int]],
+    places: Sequence[tuple[str, int]],
     token: bytes,
     timeout: datetime.timedelta,
     connect_limit: datetime.timedelta | None = None,
@@ -85,7 +88,7 @@ def open_store(
         RendezvousError: On every rank, if no address of rank 0 is reachable from every node, or the store cannot be
             opened.
     """
-    chosen = 0 if where.num_nodes == 1 else _prove(comm, where, listeners, places, token)
+    chosen = 0 if topology.num_nodes == 1 else _prove(comm, topology, listeners, places, token)
     address, port = places[chosen]
     store: dist.Store | None = None
 
@@ -150,11 +153,13 @@ def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -
     listeners, errors = [], []
     for address in addresses:
         try:
-            listeners.append(_bind(address, port))
+            # create_server sets SO_REUSEADDR: the port of MASTER_PORT may be in TIME_WAIT since the previous job.
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listeners.append(socket.create_server((address, port), family=family, backlog=_BACKLOG))
         except OSError as error:
             name = environ.get("MASTER_ADDR") or address
             asked = "" if name == address else f" (MASTER_ADDR={name})"
-            errors.append(f"{address}{asked} port {port}: {error.strerror}")
+            errors.append(f"{address}{asked} port {port}: {os.strerror(error.errno or 0)}")
     if not listeners:
         raise LaunchError(
             f"rank 0 on {socket.gethostname()} cannot listen on any address: "
@@ -166,8 +171,7 @@ def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -
 
 def _given_port(environ: Mapping[str, str]) -> int:
     text = environ.get("MASTER_PORT") or "0"
-    if not text.isdigit() or int(text) > 65535:
-        raise LaunchError(f"MASTER_PORT must be a number from 1 to 65535, got {text}.\nCorrect it, or unset it.")
+    PORT.check(text, "MASTER_PORT")
     return int(text)
 
 
@@ -180,14 +184,14 @@ def _given_addresses(environ: Mapping[str, str], interface: str | None, num_node
             return []
         return addresses
     if interface:
-        found = [address for name, address in interfaces.listed() if interface in (name, address)]
-        if not found:
+        matching = [address for name, address in interfaces.listed() if interface in (name, address)]
+        if not matching:
             have = ", ".join(f"{name} ({address})" for name, address in interfaces.listed())
             raise LaunchError(
                 f"MPICOMM_INTERFACE={interface} is not an interface of rank 0's host {socket.gethostname()}.\n"
                 f"Set it to one of {have}, or unset it."
             )
-        return found
+        return matching
     return []
 
 
@@ -202,20 +206,6 @@ def _resolve(name: str) -> list[str]:
     return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
 
-def _bind(address: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # The port of MASTER_PORT may be in TIME_WAIT since the previous job.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(4096)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 def own_addresses() -> list[str]:
     """Return the addresses of this host except loopback; those to which its name resolves come first."""
     addresses = [address for _, address in interfaces.listed() if not ipaddress.ip_address(address).is_loopback]
@@ -227,7 +217,7 @@ def own_addresses() -> list[str]:
 
 
 def _prove(
-    comm: Intracomm, where: Topology, listeners: list[socket.socket], places: list[tuple[str, int]], token: bytes
+    comm: Intracomm, topology: Topology, listeners: list[socket.socket], places: Sequence[tuple[str, int]], token: bytes
 ) -> int:
     """Return the index of the first address at which every node reaches rank 0 (collective).
 
@@ -240,7 +230,7 @@ def _prove(
     if comm.rank == 0:
         answering.start()
     # 2. one rank of every other node tries all addresses
-    is_asking = where.local_rank == 0 and comm.rank != 0
+    is_asking = topology.local_rank == 0 and comm.rank != 0
     for seconds in _PROOF_SECONDS:
         by_rank = comm.allgather(_reached(places, token, seconds) if is_asking else [True] * len(places))
         common = [index for index, received in enumerate(zip(*by_rank, strict=True)) if all(received)]
@@ -250,11 +240,11 @@ def _prove(
     if comm.rank == 0:
         answering.join()
     if not common:
-        raise raised_on_all_ranks(RendezvousError(_nowhere(places, by_rank, where)))
+        raise raised_on_all_ranks(RendezvousError(_nowhere(places, by_rank, topology)))
     return common[0]
 
 
-def _reached(places: list[tuple[str, int]], token: bytes, seconds: float) -> list[bool]:
+def _reached(places: Sequence[tuple[str, int]], token: bytes, seconds: float) -> list[bool]:
     """Return for every address whether rank 0 answers there."""
     with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
         return list(pool.map(lambda place: reaches(place, token, seconds), places))
@@ -290,15 +280,15 @@ def reaches(place: tuple[str, int], token: bytes, seconds: float = _PROOF_SECOND
     return secrets.compare_digest(answer, token)
 
 
-def _nowhere(places: list[tuple[str, int]], by_rank: list[list[bool]], where: Topology) -> str:
+def _nowhere(places: Sequence[tuple[str, int]], by_rank: list[list[bool]], topology: Topology) -> str:
     lines = []
     for index, (address, _) in enumerate(places):
-        unreachable = sorted({where.hosts[rank] for rank, received in enumerate(by_rank) if not received[index]})
+        unreachable = sorted({topology.hosts[rank] for rank, received in enumerate(by_rank) if not received[index]})
         lines.append(
             f"  {address}: not reached from {', '.join(unreachable[:8])}{' ...' if len(unreachable) > 8 else ''}"
         )
     return (
-        f"rank 0 on {where.hosts[0]} has no address that every node can reach.\n"
+        f"rank 0 on {topology.hosts[0]} has no address that every node can reach.\n"
         + "\n".join(lines)
         + "\nSet MASTER_ADDR (or MPICOMM_INTERFACE) to the network that all nodes share, and open it in the firewall."
     )

@@ -1,11 +1,15 @@
-"""The arguments of `bootstrap()`, and the job that a rank has joined with them."""
+"""The arguments of `bootstrap()`, and their checks before the job is formed."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import linecache
+import re
 import shlex
 import sys
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +17,8 @@ import torch.distributed as dist
 
 from mpicomm import arguments
 from mpicomm.arguments import FLAG, POSITIVE, Expected, in_seconds
-from mpicomm.startup import backend_choice, devices
-from mpicomm.startup.topology import Topology
+from mpicomm.errors import LaunchError
+from mpicomm.startup import devices, plan
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's default
 _SHORTEST_TIMEOUT = 1  # seconds; processes need some time to start
 _DEFAULT_WAIT_LIMIT = 600.0  # seconds that bootstrap waits for ranks by default
+
+_INIT_CALL = re.compile(r"[^#]*\binit_process_group\s*\(")
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 _ON_FAILURE = arguments.one_of("abort", "recover")
 _COMM = Expected(
@@ -53,7 +60,7 @@ class StartRequest:
             ValueError: If the backend is unknown, the timeout is out of range, or the communicator is COMM_NULL.
             TypeError: If an argument is of a wrong type.
         """
-        backend_choice.check(self.backend)
+        plan.BACKEND.check(self.backend, "backend")
         in_seconds(self.timeout, _SHORTEST_TIMEOUT, "30 minutes (operations) and 10 minutes (waiting for ranks)")
         _COMM.check(self.comm, "comm")
         devices.EXPECTED.or_none().check(self.device, "device")
@@ -89,10 +96,30 @@ class StartRequest:
                     f"Omit {name} to get the existing World, or call mpicomm.shutdown() first."
                 )
 
+    def refuse_other_group(self) -> None:
+        """Raise an error if the program initialized torch.distributed before `bootstrap()`.
+
+        Raises:
+            LaunchError: If it is initialized; the message lists the source lines that may have done so.
+        """
+        if not dist.is_initialized():
+            return
+        group = f"backend {dist.get_backend()}, {dist.get_world_size()} ranks"
+        calls = _init_calls_on_the_stack()
+        call = "bootstrap()" if self.backend in (None, "auto") else f"bootstrap({self.backend!r})"
+        origin = f", by init_process_group() at {' or '.join(calls)}" if calls else ""
+        raise LaunchError(
+            f"torch.distributed is already initialized ({group}){origin}, before mpicomm.bootstrap().\n"
+            f"Delete that call of init_process_group(): mpicomm.{call} initializes torch.distributed itself.\n"
+            f"Or, to keep the call, put mpicomm.bootstrap(backend=None) before it."
+        )
+
     @property
     def limit(self) -> datetime.timedelta:
         """The timeout of operations."""
-        return _DEFAULT_TIMEOUT if self.timeout is None else _as_timedelta(self.timeout)
+        if self.timeout is None:
+            return _DEFAULT_TIMEOUT
+        return datetime.timedelta(seconds=float(arguments.seconds_of(self.timeout)))
 
     @property
     def wait_limit(self) -> float:
@@ -100,54 +127,18 @@ class StartRequest:
         return _DEFAULT_WAIT_LIMIT if self.timeout is None else self.limit.total_seconds()
 
 
-def _as_timedelta(timeout: float | datetime.timedelta) -> datetime.timedelta:
-    if isinstance(timeout, datetime.timedelta):
-        return timeout
-    return datetime.timedelta(seconds=float(timeout))  # timedelta does not accept numbers of NumPy
-
-
-@dataclasses.dataclass(frozen=True)
-class JoinedJob:
-    """The job that a rank has joined."""
-
-    where: Topology
-    """The topology of the world; of all processes on a spare."""
-
-    device: torch.device
-    backend: str | None
-    """The backend of the process group."""
-
-    store: dist.Store
-    address: str
-    """The address at which the store listens."""
-
-    port: int
-    """The port at which the store listens."""
-
-    comm: Intracomm | None = None
-    """The communicator of the job; None without MPI."""
-
-    channel_token: bytes = b""
-    """With it the ranks authenticate themselves to the hubs of the out-of-band channel."""
-
-    started: str = ""
-    """The time of the start, the same on all ranks."""
-
-    base: Intracomm | None = None
-    """The communicator of all processes: the ranks of the world, then the spares; None without MPI."""
-
-    size: int = 0
-    """The number of ranks of the world."""
-
-    everyone: Topology | None = None
-    """The topology of all processes; None without MPI."""
-
-    @property
-    def is_spare(self) -> bool:
-        """Whether this process is a spare."""
-        return self.base is not None and self.comm is None
-
-
 def this_command() -> str:
     """Return this process's command line, for the command in a LaunchError."""
     return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+def _init_calls_on_the_stack() -> list[str]:
+    """Return the lines that call init_process_group, as file:line, in the files on the call stack."""
+    files = dict.fromkeys(frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    return [
+        f"{file}:{number}"
+        for file in files
+        if _PACKAGE not in Path(file).parents
+        for number, line in enumerate(linecache.getlines(file), start=1)
+        if _INIT_CALL.match(line)
+    ]

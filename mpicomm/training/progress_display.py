@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from mpicomm import durations, terminal
+from mpicomm import terminal
 
 STYLES = ("auto", "bar", "lines", "none")
 _LINE_SECONDS = 5.0
@@ -75,7 +75,7 @@ class Display:
         if self._samples is None:
             return ""
         seconds = (self._samples - epoch * (self._total or 0) - consumed) / max(rate, 1e-9)
-        return f"  {durations.clock(seconds)} left"
+        return f"  {terminal.clock(seconds)} left"
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from mpicomm import recovery, session
+from mpicomm import agreement, recovery, session
 from mpicomm.errors import RankFailedError, TrainingError, raised_on_all_ranks
-from mpicomm.startup import survivors
 from mpicomm.training import newest_state, randomness, state
 from mpicomm.training.assembly import Assembly
 from mpicomm.training.callbacks import CallbackList
@@ -197,7 +196,7 @@ def _attempted_by_all(call: Callable[[], T]) -> tuple[T | None, RankFailedError 
         result, failure = _attempted(call)
     except Preempted as caught:
         preempted = caught
-    if not survivors.agree(comm, failure is None) and failure is None:
+    if not agreement.succeeded_on_all(comm, failure is None) and failure is None:
         assert failures is not None
         failures.find()
         failure = failures.error()

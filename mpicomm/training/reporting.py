@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpicomm import agreement, arguments, durations, metrics_file, rank_log
+from mpicomm import agreement, arguments, metrics_file, rank_log, terminal
 from mpicomm.arguments import FLAG
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import CheckpointError
@@ -197,7 +197,7 @@ class Reporter:
         parts = sum(self._parts.values()) or 1.0
         shown = {
             "steps": f"{position.step:,} in {position.epoch} epochs",
-            "time": f"{durations.clock(seconds)} (evaluation {durations.clock(self._excluded)})",
+            "time": f"{terminal.clock(seconds)} (evaluation {terminal.clock(self._excluded)})",
             "samples/s": f"{self._rate():,.0f} on {progress_display.shown_ranks(self._world.size)}",
             "rank 0's steps": ", ".join(f"{value / parts:.0%} {name}" for name, value in self._parts.items()),
         }

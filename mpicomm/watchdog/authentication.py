@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from mpicomm.durations import Deadline
+from mpicomm.arguments import Deadline
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.watchdog import local_processes
 from mpicomm.watchdog.connection import Connection
@@ -116,7 +116,7 @@ class Authenticator:
 
     def close_expired(self) -> None:
         """Close the connections whose time has passed; call it regularly."""
-        for connection in [each for each, pending in self._pending.items() if pending.deadline.left() <= 0]:
+        for connection in [each for each, pending in self._pending.items() if pending.deadline.count_down() <= 0]:
             self._close(connection)
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ def _next_messages(connection: Connection, deadline: Deadline) -> list[Message]:
     """
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
-        while (left := deadline.left()) > 0:
+        while (left := deadline.count_down()) > 0:
             if not selector.select(min(left, _CHECK_SECONDS)):
                 continue
             messages, lost = connection.receive()

@@ -12,7 +12,7 @@ import selectors
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpicomm.durations import Deadline
+from mpicomm.arguments import Deadline
 from mpicomm.watchdog import job_files
 from mpicomm.watchdog.authentication import Authenticator
 from mpicomm.watchdog.connection import Connection
@@ -93,7 +93,7 @@ class Observers:
     def close_expired(self) -> None:
         """Disconnect observers that have not authenticated, asked, or read an answer in time; call it regularly."""
         self._authenticator.close_expired()
-        for connection in [each for each, observer in self._observers.items() if observer.idle_due.left() <= 0]:
+        for connection in [each for each, observer in self._observers.items() if observer.idle_due.count_down() <= 0]:
             self._drop(connection)
 
     def close(self) -> None:

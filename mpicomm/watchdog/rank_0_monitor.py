@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 
-from mpicomm.durations import Deadline
+from mpicomm.arguments import Deadline
 from mpicomm.watchdog import hang_report
 from mpicomm.watchdog.channel import RankInfo
 from mpicomm.watchdog.protocol import COLLECT_SECONDS, LONGEST_GAP, Crash, LateOperation, PossibleHang, TimedOut
@@ -83,7 +83,7 @@ class Rank0Monitor:
     @property
     def is_silent(self) -> bool:
         """Whether rank 0 has not answered a request in the time in which ranks report their status."""
-        return self._response_due is not None and self._response_due.passed() > COLLECT_SECONDS
+        return self._response_due is not None and self._response_due.count_up() > COLLECT_SECONDS
 
     def expect_response(self, request: LateOperation) -> None:
         """Start the deadline for rank 0's answer to a request, unless it is running already."""
@@ -102,7 +102,7 @@ class Rank0Monitor:
         """Return why this rank must abort the job now; empty if it need not."""
         if self._lost is not None:
             deadline, lost, crash = self._lost
-            return f"{self._hub_name()} died: {cause_of_loss(lost, crash)}" if deadline.left() <= 0 else ""
+            return f"{self._hub_name()} died: {cause_of_loss(lost, crash)}" if deadline.count_down() <= 0 else ""
         return self._describe_missing_response(TimedOut, self.turn)
 
     def cause_of_report(self) -> str:
@@ -115,7 +115,7 @@ class Rank0Monitor:
     def _describe_missing_response(self, kind: type[LateOperation], delay: float) -> str:
         if self._response_due is None or not isinstance(self._request, kind):
             return ""
-        late = -self._response_due.left()
+        late = -self._response_due.count_down()
         return self.describe_silence(RESPONSE_SECONDS + late) if late >= delay else ""
 
     def describe_silence(self, seconds: float) -> str:

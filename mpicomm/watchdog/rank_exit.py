@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from mpicomm.durations import Deadline
+from mpicomm.arguments import Deadline
 from mpicomm.watchdog import exit_hooks, flight_recorder
 from mpicomm.watchdog.protocol import LONGEST_GAP, RankExited
 
@@ -43,7 +43,7 @@ class RankExit:
 
     def is_late(self, seconds: float) -> bool:
         """Return whether destroying a group has taken longer than its deadline by so many seconds."""
-        return self._deadline is not None and self._deadline.left() <= -seconds
+        return self._deadline is not None and self._deadline.count_down() <= -seconds
 
     def check(self) -> None:
         """Restart the deadline for each group, and report the exit of a program that has ended; once a second."""

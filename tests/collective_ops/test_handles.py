@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm import durations
-from mpicomm.durations import Deadline
+from mpicomm import arguments
+from mpicomm.arguments import Deadline
 from tests.collective_ops.kinds import same
 from tests.time_limits import scaled
 
@@ -148,13 +148,13 @@ def test_each_handle_gets_the_rest_of_the_timeout(monkeypatch: pytest.MonkeyPatc
     now, timeouts = [100.0], []
 
     def wait(_: object, deadline: Deadline) -> int:
-        timeouts.append(deadline.left())
+        timeouts.append(deadline.count_down())
         for _ in range(4):
             now[0] += 0.5
-            deadline.left()
+            deadline.count_down()
         return len(timeouts)
 
-    monkeypatch.setattr(durations, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(arguments, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(mpicomm.Handle, "_wait", wait)
     ended = mpicomm.Handle(iter(()), "all_reduce", in_callbacks=False, in_order=False)  # type: ignore[arg-type]
     assert mpicomm.wait_all([ended] * 4, datetime.timedelta(seconds=5)) == [1, 2, 3, 4]

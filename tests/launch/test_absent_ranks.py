@@ -77,5 +77,6 @@ def test_torchrun_has_absent_ranks_too(tmp_path: Path) -> None:
         notice,
     ), outcome
     assert (
-        "RendezvousError: bootstrap(): timed out after 6 s: 1 of 2 ranks did not arrive: rank 0.\n" in outcome.stderr
-    ), outcome
+        "RendezvousError: bootstrap(): timed out after 6 s: 1 of 2 ranks did not arrive: "
+        "rank 0 (host unknown: it has not called bootstrap).\n"
+    ) in outcome.stderr, outcome

@@ -34,8 +34,8 @@ MUTANTS = [
         tests="tests/unit/test_mpi_operator.py -k test_ranks_on_fewer_hosts",
     ),
     Mutant(
-        "_agree.decide",
-        old="unused_hosts.refuse(os.environ, hosts)",
+        "join.decide",
+        old="_refuse_unused_hosts(os.environ, hosts)",
         fault="Under mpirun of Open MPI 5, a job of three workers runs on the launcher and succeeds.",
         tests="tests/launch/test_unused_hosts.py",
     ),

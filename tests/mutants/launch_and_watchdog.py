@@ -458,9 +458,9 @@ if answers and all(answers) and number in _STOPS:
         tests="tests/unit/test_rendezvous.py -k test_a_place_is_chosen_that_every_node_reaches",
     ),
     Mutant(
-        "_wait_for_all_ranks",
-        old="{rank: comm.Irecv(bytearray(1), source=rank, tag=_ARRIVAL) for rank in range(1, comm.size)}",
-        new="{rank: comm.Irecv(bytearray(1), source=rank, tag=_ARRIVAL) for rank in range(1, comm.size - 1)}",
+        "NamingBarrier.missing",
+        old="enumerate(self._reached)",
+        new="enumerate(self._reached[:-1])",
         fault="Rank 0 does not wait for the last rank, and therefore never reports it as missing.",
         tests="tests/launch/test_failures.py -k test_one_rank_is_missing",
     ),
@@ -933,7 +933,7 @@ else:
         tests="tests/launch/test_failures.py -k one_rank_is_missing",
     ),
     Mutant(
-        "unused_hosts.refuse",
+        "_refuse_unused_hosts",
         old="raise LaunchError(problem)",
         fault="In Kubernetes, a job whose launcher ignored the host file runs all ranks in one container.",
         tests="tests/launch/test_unused_hosts.py",

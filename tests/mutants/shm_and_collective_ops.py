@@ -271,9 +271,9 @@ while self._comms:
         tests="tests/launch/test_exit.py -k several",
     ),
     Mutant(
-        "MonitoredBarrier._has_reported",
-        old="number[0] < self._number",
-        new="not number[0]",
+        "NamingBarrier.missing",
+        old="number < self._number",
+        new="not number",
         fault="A rank that was late at one monitored barrier counts as present at the next.",
         tests="tests/mpi/test_monitored_barrier.py",
         ranks=4,
@@ -355,7 +355,7 @@ return made
     ),
     Mutant(
         "_CollectiveFunction.forward",
-        old="tuple(each.data for each in results)",
+        old="tuple(tensor.data for tensor in results)",
         new="tuple(results)",
         fault="Results with a gradient are views, into which autograd does not allow the user to write.",
         tests="tests/collective_ops/test_gradients.py -k test_results_may_be_written_into",
@@ -434,8 +434,8 @@ return made
     ),
     Mutant(
         "send_to_all",
-        old="each.detach().clone",
-        new="each.detach",
+        old="tensor.detach().clone",
+        new="tensor.detach",
         fault="On src, the result of broadcast is the caller's own tensor.",
         tests="tests/collective_ops/test_gradients.py -k test_results_may_be_written_into",
         ranks=4,

@@ -163,8 +163,8 @@ MUTANTS = [
     ),
     Mutant(
         "mpi_job._warnings",
-        old="[rank for rank, each in enumerate(facts) if each.lacks_library]",
-        new="[rank for rank, each in enumerate(facts) if each.lacks_library and not rank]",
+        old="[rank for rank, rank_facts in enumerate(facts) if rank_facts.lacks_library]",
+        new="[rank for rank, rank_facts in enumerate(facts) if rank_facts.lacks_library and not rank]",
         fault="bootstrap() does not warn of a library that is missing on another rank than rank 0.",
         tests="tests/launch/test_shm.py -k missing_on_one_rank",
     ),
@@ -220,7 +220,7 @@ MUTANTS = [
         tests="tests/unit/test_topology.py -k 'any_placement or numbered'",
     ),
     Mutant(
-        "backend_choice.gpu_each",
+        "has_gpu_each",
         old="len(set(owned)) == len(uuids)",
         new="len(owned) == len(uuids)",
         fault="NCCL is selected although two ranks share a GPU.",
@@ -241,7 +241,7 @@ MUTANTS = [
         tests="tests/launch/test_torchrun.py -k COMM_WORLD",
     ),
     Mutant(
-        "absent.report",
+        "notice.report",
         old="min(filter(_may_print, waiting_ranks), default=None)",
         new="min(waiting_ranks, default=None)",
         fault="In a job of many nodes, one rank of each node prints a notice about absent ranks.",
@@ -262,7 +262,7 @@ MUTANTS = [
         tests="tests/launch/test_open_files.py -k limit_that_is_too_low",
     ),
     Mutant(
-        "other_group.refuse",
+        "refuse_other_group",
         old="if not dist.is_initialized():",
         new="if True:",
         fault="init_process_group() before bootstrap() is an error of torch that does not name the call to delete.",
@@ -275,6 +275,34 @@ MUTANTS = [
         fault="batch_size=True is accepted as 1.",
         tests="tests/collective_ops/test_arguments.py -k 'the_trainer and batch_size'",
         ranks=2,
+    ),
+    Mutant(
+        "whole_number",
+        old="text.isdecimal()",
+        new="text.isdigit()",
+        fault="MASTER_PORT=\u00b2 is a ValueError of int() that does not name the variable.",
+        tests="tests/unit/test_rendezvous.py -k invalid_port",
+    ),
+    Mutant(
+        "mpicomm.__getattr__",
+        old='name == "__all__"',
+        new="False",
+        fault="`from mpicomm import *` and dir(mpicomm) have no public names.",
+        tests="tests/unit/test_structure.py -k star_import",
+    ),
+    Mutant(
+        "wait_for_all_ranks",
+        old="if count:",
+        new="if False:",
+        fault="bootstrap() continues without the ranks that have not arrived.",
+        tests="tests/launch/test_failures.py -k one_rank_is_missing",
+    ),
+    Mutant(
+        "mpi_job._form",
+        old="position = topology.from_nodes(comm.rank, agreed.nodes[: agreed.size], agreed.hosts[: agreed.size])",
+        new="pass",
+        fault="The World counts the spares as ranks.",
+        tests="tests/recovery -k test_ranks_die_and_the_others_continue",
     ),
     Mutant(
         "in_seconds",
@@ -291,7 +319,7 @@ MUTANTS = [
         tests="tests/unit/test_batches.py",
     ),
     Mutant(
-        "Deadline.left",
+        "Deadline.count_down",
         old="min(now - self._looked, self._longest_gap)",
         new="now - self._looked",
         fault="A job that was suspended for longer than the timeout ends when it continues.",

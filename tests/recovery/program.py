@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.startup import survivors
+from mpicomm import recovery
 
 MANY = 2**24  # elements of 64 MiB
 
@@ -109,8 +109,8 @@ def rank_2_dies_in_a_barrier_and_rank_3_in_the_recovery(world: mpicomm.World) ->
         time.sleep(0.5)  # the others are in the barrier
         die()
     if world.rank == 3:  # after the ranks that are left have agreed on rank 2
-        regroup = survivors.regroup
-        survivors.regroup = lambda *args, **options: (regroup(*args, **options), die())[0]
+        find_survivors = recovery.find_survivors
+        recovery.find_survivors = lambda *args, **options: (find_survivors(*args, **options), die())[0]
     with pytest.raises(mpicomm.RankFailedError, match="rank 2 of 4"):
         dist.barrier()
     return mpicomm.recover()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpicomm import mpi
-from mpicomm.startup.survivors import assign
+from mpicomm.recovery import assign
 from tests.launching import run_command, run_ranks
 
 RUN = [sys.executable, "-m", "mpicomm", "run"]
@@ -91,22 +91,22 @@ print(f"rank {world.rank} of {world.size} continues in a new group")
 INCOMPLETE = """
 import os, pickle, signal
 import mpicomm
-from mpicomm.startup import survivors
+from mpicomm import recovery
 
-next_world = survivors._next_world
+order = recovery._order
 
-def incomplete(comm, place, **options):
+def incomplete(*args, **options):
     # in the first attempt rank 1 gets an incomplete result, because rank 2 dies, or for another reason
-    survivors._next_world = next_world
+    recovery._order = order
     if rank == 2 and DIES:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         raise pickle.UnpicklingError("invalid load key")
-    return next_world(comm, place, **options)
+    return order(*args, **options)
 
 world = mpicomm.bootstrap(on_failure="recover")
 rank = world.rank
-survivors._next_world = incomplete
+recovery._order = incomplete
 if rank == 3:
     os.kill(os.getpid(), signal.SIGKILL)
 try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.startup.absent import Process, Waiting, hosts_of_job, report
+from mpicomm.startup.notice import Process, Waiting, hosts_of_job, report
 from tests.launching import run_alone
 
 WAITING = Waiting(

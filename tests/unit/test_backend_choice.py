@@ -8,34 +8,34 @@ import pytest
 from torch import version
 
 from mpicomm.backend import plugin
-from mpicomm.startup import backend_choice
+from mpicomm.startup import plan
 
-CONCRETE = [name for name in backend_choice.KNOWN if name != "auto"]
+CONCRETE = [name for name in plan.KNOWN_BACKENDS if name != "auto"]
 
 
 @pytest.mark.parametrize("backend", ["", "MPI", "ucc", "cpu:mpi", "cuda:nccl,cpu:mpi"])
 def test_another_is_refused_with_those_that_exist(backend: str) -> None:
     with pytest.raises(ValueError, match=r"^backend must be ") as caught:
-        backend_choice.check(backend)
+        plan.BACKEND.check(backend, "backend")
     assert repr(backend) in str(caught.value)
-    assert all(repr(name) in str(caught.value) for name in backend_choice.KNOWN)
+    assert all(repr(name) in str(caught.value) for name in plan.KNOWN_BACKENDS)
 
 
 @pytest.mark.parametrize(("has_mpi", "gpu_each", "has_nccl"), list(itertools.product([False, True], repeat=3)))
 def test_auto(has_mpi: bool, gpu_each: bool, has_nccl: bool) -> None:
-    chosen = backend_choice.choose("auto", has_mpi=has_mpi, gpu_each=gpu_each, has_nccl=has_nccl)
+    chosen = plan.choose_backend("auto", has_mpi=has_mpi, gpu_each=gpu_each, has_nccl=has_nccl)
     assert ("mpi" in str(chosen)) == has_mpi
     assert ("gloo" in str(chosen)) == (not has_mpi)
-    assert backend_choice.needs_mpi(chosen) == has_mpi
-    assert backend_choice.needs_nccl(chosen) == (gpu_each and has_nccl)
+    assert plan.needs_mpi(chosen) == has_mpi
+    assert plan.needs_nccl(chosen) == (gpu_each and has_nccl)
 
 
 @pytest.mark.parametrize("backend", [*CONCRETE, None], ids=repr)
 @pytest.mark.parametrize(("has_mpi", "gpu_each", "has_nccl"), list(itertools.product([False, True], repeat=3)))
 def test_any_other_means_itself(backend: str | None, has_mpi: bool, gpu_each: bool, has_nccl: bool) -> None:
-    assert backend_choice.choose(backend, has_mpi=has_mpi, gpu_each=gpu_each, has_nccl=has_nccl) == backend
-    assert backend_choice.needs_mpi(backend) == ("mpi" in (backend or ""))
-    assert backend_choice.needs_nccl(backend) == ("nccl" in (backend or ""))
+    assert plan.choose_backend(backend, has_mpi=has_mpi, gpu_each=gpu_each, has_nccl=has_nccl) == backend
+    assert plan.needs_mpi(backend) == ("mpi" in (backend or ""))
+    assert plan.needs_nccl(backend) == ("nccl" in (backend or ""))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_any_other_means_itself(backend: str | None, has_mpi: bool, gpu_each: bo
     ],
 )
 def test_whether_every_rank_has_a_gpu_of_its_own(uuids: list[str | None], hosts: list[str], each: bool) -> None:
-    assert backend_choice.gpu_each(uuids, hosts) is each
+    assert plan.has_gpu_each(uuids, hosts) is each
 
 
 @pytest.mark.parametrize(("cuda", "hip"), [("12.8", None), (None, "6.4"), (None, None)])

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm import durations, mpi
-from mpicomm.arguments import in_seconds
-from mpicomm.durations import Deadline
+from mpicomm import arguments, mpi
+from mpicomm.arguments import Deadline, in_seconds
 
 
 @pytest.mark.parametrize("timeout", [2, 2.0, np.int64(2), datetime.timedelta(seconds=2)])
@@ -51,7 +50,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(durations, "time", clock)
+    monkeypatch.setattr(arguments, "time", clock)
     return clock
 
 
@@ -60,28 +59,28 @@ def test_a_deadline_passes(clock: Clock) -> None:
     left = []
     for _ in range(4):
         clock.now += 0.875
-        left.append(deadline.left())
+        left.append(deadline.count_down())
     assert left == [2.125, 1.25, 0.375, -0.5]
-    assert deadline.passed() == 3.5
+    assert deadline.count_up() == 3.5
     assert deadline.seconds == 3.0
 
 
 def test_a_deadline_does_not_count_the_time_of_a_suspension(clock: Clock) -> None:
     deadline = Deadline(3.0)
     clock.now += 3600.0
-    assert deadline.left() == 2.0
+    assert deadline.count_down() == 2.0
     clock.now += 0.5
-    assert deadline.left() == 1.5
+    assert deadline.count_down() == 1.5
     clock.now += 3600.0
-    assert deadline.left() == 0.5
+    assert deadline.count_down() == 0.5
 
 
 def test_rare_checks_count_with_a_longer_gap(clock: Clock) -> None:
     deadline = Deadline(9.0, longest_gap=2.0)
     clock.now += 1.5
-    assert deadline.left() == 7.5
+    assert deadline.count_down() == 7.5
     clock.now += 60.0
-    assert deadline.left() == 5.5
+    assert deadline.count_down() == 5.5
 
 
 def test_polling_continues_after_a_suspension(clock: Clock) -> None:

@@ -14,7 +14,7 @@ from mpicomm.launch import environment, mpi_operator
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Request
-from mpicomm.startup import unused_hosts
+from mpicomm.startup import mpi_job
 
 OPEN_MPI_4 = Library("Open MPI", "4.1.4")
 OPEN_MPI = Library("Open MPI", "5.0.11")
@@ -75,12 +75,13 @@ def test_ranks_on_fewer_hosts_than_an_ignored_file_names(tmp_path: Path, monkeyp
     environ = {"OMPI_MCA_orte_default_hostfile": str(path)}
     monkeypatch.setattr(mpi, "library", lambda: OPEN_MPI)
     with pytest.raises(LaunchError, match=r"the ranks run on 2 of 3 hosts: pi-launcher, b\n.*ignores this variable"):
-        unused_hosts.refuse(environ, ["pi-launcher", "b", "pi-launcher"])
-    unused_hosts.refuse(environ, ["a", "b", "c", "a"])
-    unused_hosts.refuse({}, ["a"])
-    unused_hosts.refuse({"OMPI_MCA_orte_default_hostfile": str(tmp_path / "none")}, ["a"])  # not in this container
+        mpi_job._refuse_unused_hosts(environ, ["pi-launcher", "b", "pi-launcher"])
+    mpi_job._refuse_unused_hosts(environ, ["a", "b", "c", "a"])
+    mpi_job._refuse_unused_hosts({}, ["a"])
+    in_another_container = {"OMPI_MCA_orte_default_hostfile": str(tmp_path / "none")}
+    mpi_job._refuse_unused_hosts(in_another_container, ["a"])
     monkeypatch.setattr(mpi, "library", lambda: OPEN_MPI_4)
-    unused_hosts.refuse(environ, ["a"])  # its launcher uses the file: the user chose fewer ranks
+    mpi_job._refuse_unused_hosts(environ, ["a"])  # its launcher uses the file: the user chose fewer ranks
 
 
 # -- ssh ---------------------------------------------------------------------------------------------------------------

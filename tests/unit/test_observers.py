@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from mpicomm.arguments import Deadline
 from mpicomm.cli.job_observer import JobObserver
-from mpicomm.durations import Deadline
 from mpicomm.watchdog import authentication, job_files, observers
 from mpicomm.watchdog.job_files import ListedJob
 from mpicomm.watchdog.observers import MAX_OBSERVERS, Observers
@@ -63,7 +63,7 @@ class Host:
     def poll_until(self, condition: Callable[[], Any]) -> None:
         deadline = Deadline(SECONDS)
         while not condition():
-            assert deadline.left() > 0
+            assert deadline.count_down() > 0
             self.poll()
 
     def serve(self, function: Callable[[], Any]) -> Any:

@@ -15,7 +15,9 @@ import pytest
 
 from mpicomm import mpi
 from mpicomm.errors import LaunchError, RendezvousError
-from mpicomm.startup import interfaces, rendezvous, topology
+from mpicomm.launch import detect
+from mpicomm.startup import environ_job, interfaces, rendezvous, topology
+from mpicomm.startup.start_request import StartRequest
 from tests.time_limits import scaled
 
 TOKEN = bytes(range(16))
@@ -165,10 +167,16 @@ def test_without_a_port_any_will_do(environ: dict[str, str]) -> None:
     assert rendezvous._given_port(environ) == 0
 
 
-@pytest.mark.parametrize("text", ["http", "-1", "65536", "29500.0", "0x50", "tcp://29500"])
-def test_an_invalid_port_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match=f"^MASTER_PORT must be a number from 1 to 65535, got {text}"):
+@pytest.mark.parametrize("text", ["http", "-1", "65536", "29500.0", "0x50", "tcp://29500", "²"])
+def test_an_invalid_port_is_refused_with_and_without_mpi(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = f"^MASTER_PORT must be a number from 1 to 65535, got {text}.\nCorrect it, or unset it."
+    with pytest.raises(LaunchError, match=message):
         rendezvous._given_port({"MASTER_PORT": text})
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", text)
+    launch = detect.detect({"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    with pytest.raises(LaunchError, match=message):
+        environ_job._check(StartRequest(), launch)
 
 
 @pytest.mark.parametrize(("of_rank", "is_used"), [("a 1", False), ("a 2", True), ("b 1", True), (None, True)])
