@@ -15,11 +15,10 @@ from mpicomm.session import World
 from mpicomm.training import parallel
 from mpicomm.training.batches import LossFunction, OwnStep
 from mpicomm.training.callbacks import CallbackList
-from mpicomm.training.logged_values import LoggedValues
-from mpicomm.training.losses import Losses
 from mpicomm.training.parallel import ModelTemplate, ParallelOptions
 from mpicomm.training.precision import Precision
 from mpicomm.training.state import Parts, Position
+from mpicomm.training.step_metrics import StepMetrics
 from mpicomm.training.training_step import TrainingStep
 
 
@@ -60,7 +59,7 @@ class Assembly:
     ) -> None:
         self.optimizer, self.scheduler, self.loss_fn = optimizer, scheduler, loss_fn
         self.position, self._callbacks = Position(), callbacks or CallbackList()
-        self.logged = LoggedValues()
+        self.metrics = StepMetrics(stops=not options.skips)
         self._names: Sequence[Sequence[str]] = parallel.names_in(optimizer, model)
         self.is_sharded = parallelism.strategy == "fsdp"
         self._template = ModelTemplate(model, copies=options.recovers and self.is_sharded)
@@ -93,15 +92,14 @@ class Assembly:
             synchronizes=self.is_sharded or not options.recovers,
         )
         # 3. prepare the training steps
-        losses = Losses(device, stops=not options.skips)
+        self.metrics.enter_world(device)
         self.parts = Parts(
             wrapped,
             self.optimizer,
             self.scheduler,
             precision,
             self.position,
-            losses,
-            self.logged,
+            self.metrics,
             world,
             self._callbacks,
         )
@@ -120,7 +118,6 @@ class Assembly:
         self._is_assembled = False  # also if ranks fail again before the trainer is assembled in the next world
         self._scaler, self.loss_fn = self.parts.precision.scaler.state_dict(), self.step.loss_fn
         self.step.discard()
-        self.logged.discard_step()
         wrapped = weakref.ref(self.parts.wrapped.model)
         del self.step, self.parts
         if self.is_sharded:

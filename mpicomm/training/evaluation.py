@@ -12,7 +12,7 @@ from mpicomm.arguments import Expected
 from mpicomm.training import rank_sync
 from mpicomm.training.data import DataSource, Step
 from mpicomm.training.parallel import FSDPModel
-from mpicomm.training.step_timing import Clock
+from mpicomm.training.step_metrics import Clock
 from mpicomm.training.training_step import TrainingStep
 
 Metric = Callable[[Any, Any], Any]
@@ -66,7 +66,7 @@ def aligned(training_step: TrainingStep, source: DataSource) -> Iterator[tuple[S
     Raises:
         ValueError: If the model is sharded and this rank has no batch.
     """
-    training_step.parts.logged.begin_batch(0)  # values that the loss function logs now are not those of training
+    training_step.parts.metrics.begin_batch(0)  # values that the loss function logs now are not those of training
     wrapped = training_step.parts.wrapped
     last = Step([])
 

@@ -16,7 +16,7 @@ from mpicomm.session import World
 from mpicomm.training import batches, optimizers, parallel, rank_sync
 from mpicomm.training.data import SHARD, DataRank, IndexedSource, LoaderOptions, Step, make_source
 from mpicomm.training.parallel import ParallelOptions
-from mpicomm.training.step_timing import Clock
+from mpicomm.training.step_metrics import Clock
 
 _LOADER = arguments.instance(
     "a torch.utils.data.DataLoader", DataLoader, remedy="Pass for example DataLoader(dataset, batch_size=32)."

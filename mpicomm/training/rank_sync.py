@@ -1,13 +1,12 @@
-"""Synchronization of the ranks between steps: uneven data, reductions, failures, stop votes. All are collective."""
+"""Synchronization of the ranks between steps: uneven data, reductions, differences. All are collective."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,12 +15,10 @@ from mpicomm.collective_ops import collectives, group_argument
 from mpicomm.errors import TrainingError, raised_on_all_ranks
 from mpicomm.training.data import DataSource, Step
 from mpicomm.training.parallel import DDPModel, FSDPModel
-from mpicomm.training.preemption import is_of_all_ranks
-from mpicomm.training.step_timing import Clock
 from mpicomm.watchdog import hang_report
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from mpicomm.training.step_metrics import Clock
 
 _FIRST = "digest of the first sample"  # in the result of begin_epoch
 _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,9 +26,9 @@ _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def reduced(values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
     """Return the element-wise reduction of the values over all ranks, in float64 (collective)."""
-    found = torch.tensor(values, dtype=torch.float64, device=group_argument.resolve(None, "the trainer").control)
-    dist.all_reduce(found, op)
-    return found.tolist()
+    numbers = torch.tensor(values, dtype=torch.float64, device=group_argument.resolve(None, "the trainer").control)
+    dist.all_reduce(numbers, op)
+    return numbers.tolist()
 
 
 def total(count: int) -> int:
@@ -42,11 +39,6 @@ def total(count: int) -> int:
 def most(count: int) -> int:
     """Return the maximum over all ranks (collective)."""
     return int(reduced([count], dist.ReduceOp.MAX)[0])
-
-
-def all_true(is_so: bool) -> bool:
-    """Return whether a condition is true on all ranks (collective)."""
-    return total(not is_so) == 0
 
 
 def check_equal(values: Mapping[str, object], call: str, remedy: str) -> None:
@@ -234,60 +226,6 @@ def no_data() -> ValueError:
         f"expected data on every rank, got none on rank {dist.get_rank()}.\n"
         f"Pass at least one batch of data on every rank."
     )
-
-
-class StopVote:
-    """A vote of all ranks on whether to stop, which overlaps with training (collective).
-
-    Each rank votes whether it requests a stop, whether it failed to write a checkpoint, and whether it requests the end
-    of the run. With MPI the vote is a non-blocking all-reduce of three numbers on a private communicator: an
-    asynchronous operation of the process group would wake the worker thread, which takes longer than the operation.
-    """
-
-    def __init__(self, comm: Intracomm | None) -> None:
-        """Prepare the vote.
-
-        Args:
-            comm: A communicator of all ranks, which is duplicated; None without MPI.
-        """
-        self._comm = None if comm is None else comm.Dup()
-        self._mine, self._gathered = np.zeros(3, np.int64), np.zeros(3, np.int64)
-        self._pending: Any = None
-
-    def open(self, *mine: bool) -> None:
-        """Start the vote, with the three answers of this rank."""
-        self._mine[:] = mine
-        if self._comm is not None:
-            self._pending = self._comm.Iallreduce(self._mine, self._gathered)
-        else:
-            self._pending = collectives.all_reduce(self._mine, async_op=True)
-
-    def decide(self, *counts: int) -> None:
-        """Set the result of the vote, in place of `open`, if it was part of another reduction."""
-        self._gathered[:] = counts
-
-    def close(self) -> tuple[bool, bool, bool]:
-        """Wait for the vote.
-
-        Returns:
-            Whether any rank requests a stop, whether any rank has failed, and whether any rank requests the end.
-        """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            pass  # `decide` has set the result
-        elif self._comm is None:
-            self._gathered = pending.wait()
-        else:
-            pending.Wait()
-        stop_request, has_failed, end_request = self._gathered.tolist()
-        return stop_request > 0, has_failed > 0, end_request > 0
-
-    def __enter__(self) -> StopVote:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._comm is not None and is_of_all_ranks(error):
-            self._comm.Free()
 
 
 def reasons(why: str | None) -> str:

@@ -26,7 +26,7 @@ from mpicomm.training.loggers import LoggerArgument
 from mpicomm.training.newest_state import Recovery
 from mpicomm.training.progress_display import Display
 from mpicomm.training.state import Position
-from mpicomm.training.step_timing import Clock
+from mpicomm.training.step_metrics import Clock
 
 _SHOW_SECONDS = 0.1
 

@@ -1,22 +1,92 @@
-"""Checkpoints, resumption and the stop vote of a training run."""
+"""Checkpoints, resumption and the vote of the ranks in each step of a training run."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import numpy as np
+
+from mpicomm.collective_ops import collectives
 from mpicomm.training import checkpoint, parallel, rank_sync, state
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.data import DataSource
-from mpicomm.training.preemption import Preempted, StopRequest
-from mpicomm.training.rank_sync import StopVote
+from mpicomm.training.preemption import Preempted, StopRequest, is_of_all_ranks
 from mpicomm.training.reporting import Reporter
 from mpicomm.training.run_limits import RunLimits
 from mpicomm.training.state import Parts
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+class Votes(NamedTuple):
+    """The votes of a rank, each True or False; as the result of a vote, the number of ranks with True."""
+
+    stop: float = 0
+    """It requests a stop."""
+
+    failed_save: float = 0
+    """It has failed to write a checkpoint."""
+
+    end: float = 0
+    """It requests the end of the run."""
+
+    nonfinite: float = 0
+    """Its loss is not finite."""
+
+
+class StepVote:
+    """The sum of the votes of all ranks in a step (collective).
+
+    With MPI it is a non-blocking all-reduce on a private communicator, which overlaps with the optimizer step: an
+    asynchronous operation of the process group would wake the worker thread, which takes longer than the operation.
+    Where training continues after failures, it is a blocking operation of the process group, which raises an error that
+    names the failed rank.
+    """
+
+    def __init__(self, comm: Intracomm | None, *, recovers: bool) -> None:
+        """Prepare the votes.
+
+        Args:
+            comm: A communicator of all ranks, which is duplicated; None without MPI.
+            recovers: Whether training continues after a rank has failed.
+        """
+        self._comm = None if comm is None or recovers else comm.Dup()
+        self._recovers = recovers
+        self._own = self._sums = np.zeros(0)
+        self._pending: Any = None
+
+    def start(self, numbers: Sequence[float]) -> None:
+        """Start the sum of these numbers, of which all ranks have equally many."""
+        self._own = np.array(numbers, np.float64)
+        if self._recovers:
+            self._sums = np.array(rank_sync.reduced(numbers))
+        elif self._comm is not None:
+            self._sums = np.empty_like(self._own)
+            self._pending = self._comm.Iallreduce(self._own, self._sums)
+        else:
+            self._pending = collectives.all_reduce(self._own, async_op=True)
+
+    def result(self) -> list[float]:
+        """Wait for the sums of all ranks."""
+        pending, self._pending = self._pending, None
+        if pending is not None and self._comm is not None:
+            pending.Wait()
+        elif pending is not None:
+            self._sums = pending.wait()
+        return self._sums.tolist()
+
+    def __enter__(self) -> StepVote:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._comm is not None and is_of_all_ranks(error):
+            self._comm.Free()
 
 
 class ResumableRun:
@@ -33,7 +103,10 @@ class ResumableRun:
     ) -> None:
         self.checkpoints, self._evaluating = checkpoints, evaluating
         self.stop_request, self._limits, self._on_checkpoint = stop_request, limits, on_checkpoint
-        self.vote: StopVote | None = None  # set where there are checkpoints, or ranks can request the end of the run
+        self.can_stop = checkpoints is not None or limits.is_voted
+        """Whether a rank can stop or end the run."""
+
+        self.vote: StepVote | None = None  # set if `can_stop`, or if ranks vote on skipping or share the step
         self.is_ending = False
         """Whether the last vote has ended the run."""
 
@@ -67,40 +140,38 @@ class ResumableRun:
         if self.checkpoints is not None and self.checkpoints.newest is not None:
             self._saved, self._unreported = (self.checkpoints.newest.name, True), self.checkpoints.newest
 
-    @property
-    def own_vote(self) -> tuple[bool, bool, bool]:
-        """Whether this rank requests a stop, has failed to write a checkpoint, and requests the end of the run."""
-        if self.checkpoints is None:
-            return False, False, self._limits.requests_end
-        return self.stop_request.why is not None, self.checkpoints.has_failed, self._limits.requests_end
-
-    def start_vote(self) -> None:
-        """Start a vote of the ranks on whether to stop."""
+    def start_vote(self, *, is_finite: bool = True, numbers: Sequence[float] = ()) -> None:
+        """Start a vote of the ranks, and the sum of further numbers of all ranks."""
         if self.vote is not None:
-            self.vote.open(*self.own_vote)
+            is_stopping, has_failed = False, False
+            if self.checkpoints is not None:
+                is_stopping, has_failed = self.stop_request.why is not None, self.checkpoints.has_failed
+            self.vote.start([*Votes(is_stopping, has_failed, self._limits.requests_end, not is_finite), *numbers])
 
-    def decide_vote(self, *counts: int) -> None:
-        """Set the result of a vote that was part of another reduction."""
-        if self.vote is not None:
-            self.vote.decide(*counts)
+    def votes(self) -> tuple[Votes, list[float]]:
+        """Wait for the vote, and return its result and the sums of the further numbers (collective)."""
+        if self.vote is None:
+            return Votes(), []
+        sums, count = self.vote.result(), len(Votes._fields)
+        return Votes(*sums[:count]), sums[count:]
 
     def is_stopping(self) -> bool:
-        """Complete the vote, and return whether any rank requests a stop (collective).
+        """Wait for the vote, and return whether any rank requests a stop (collective).
 
         Raises:
             CheckpointError: On all ranks, if the save in progress has failed.
         """
-        if self.vote is None:
-            return False
-        is_requested, has_failed, self.is_ending = self.vote.close()
-        if has_failed and self.checkpoints is not None:
+        votes, _ = self.votes()
+        self.is_ending = votes.end > 0
+        if votes.failed_save and self.checkpoints is not None:
             self.checkpoints.wait()
-        return is_requested
+        return votes.stop > 0
 
     def ends_between_epochs(self) -> bool:
         """Return whether any rank requests the end of the run (collective if ranks can request it)."""
         if self._limits.is_voted and not self.is_ending:
-            self.is_ending = rank_sync.total(self._limits.requests_end) > 0
+            self.start_vote()
+            self.is_ending = self.votes()[0].end > 0
         return self.is_ending
 
     def save(self, reporter: Reporter, *, wait: bool = False) -> None:
@@ -122,7 +193,7 @@ class ResumableRun:
         is_measured = position.name in kept and callbacks.keeps_evaluated_weights
         if self._saved[0] != position.name or is_measured > self._saved[1]:
             self._complete()
-            self._parts.losses.check()  # raises if a loss is not finite: such a state must not be saved
+            self._parts.metrics.check()  # raises if a loss is not finite: such a state must not be saved
             parallel.share_buffers(self._parts.wrapped.inner)  # any rank may write the entries that all ranks have
             self._saved = position.name, is_measured
             if position.consumed and self.inexact is not None:
@@ -183,7 +254,8 @@ def opened(
     on_checkpoint: Callable[[Path], None],
     evaluating: Callable[[], contextlib.AbstractContextManager[object]],
     *,
-    recovers: bool = False,
+    skips: bool,
+    recovers: bool,
 ) -> Iterator[ResumableRun]:
     """Open the checkpoints in a directory, and react to signals and the end of the allocation in a block (collective).
 
@@ -196,8 +268,8 @@ def opened(
         limits: The limits of the run, and this rank's request to end it.
         on_checkpoint: Called with each complete checkpoint.
         evaluating: Returns the context of the callbacks for an evaluation.
-        recovers: Whether training continues after a rank has failed. The vote then uses the process group, whose
-            operations raise an error that names the rank.
+        skips: Whether the ranks vote on skipping steps whose loss is not finite.
+        recovers: Whether training continues after a rank has failed.
     """
     world, checkpoints = parts.world, None
     with contextlib.ExitStack() as stack:
@@ -205,6 +277,6 @@ def opened(
             checkpoints = stack.enter_context(checkpoint.opened(directory, keep, world.device))
             stack.enter_context(stop_request.handling_signals(stop_margin, polls_scheduler=world.rank == 0))
         run = ResumableRun(parts, checkpoints, stop_request, limits, on_checkpoint, evaluating)
-        if checkpoints is not None or limits.is_voted:
-            run.vote = stack.enter_context(StopVote(None if recovers else world.comm))
+        if run.can_stop or skips or recovers:
+            run.vote = stack.enter_context(StepVote(world.comm, recovers=recovers))
         yield run

@@ -22,10 +22,9 @@ from mpicomm.training import batches, checkpoint, randomness, tensor_packing
 from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
-from mpicomm.training.logged_values import LoggedValues
-from mpicomm.training.losses import Losses
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.precision import Precision
+from mpicomm.training.step_metrics import LOSS, StepMetrics
 
 History = list[dict[str, float]]
 
@@ -115,8 +114,7 @@ class Parts:
     scheduler: Any
     precision: Precision
     position: Position
-    losses: Losses
-    logged: LoggedValues
+    metrics: StepMetrics
     world: World
     callbacks: CallbackList = dataclasses.field(default_factory=CallbackList)
 
@@ -140,10 +138,11 @@ def collect(parts: Parts, evaluating: Callable[[], AbstractContextManager[object
         tensors["training"] = tensors["model"]
         with evaluating():
             tensors["model"] = batches.mapped(get_model_state_dict(parts.wrapped.inner), _copied)
+    sums = parts.metrics.sums
     own = {
         "random": randomness.states(parts.world.device),
-        "losses": (float(parts.losses.total), parts.losses.count),
-        "logged": parts.logged.sums,
+        "losses": sums.pop(LOSS, (0.0, 0)),
+        "logged": sums,
         "hook": parts.wrapped.hook_state,
     }
     return {**tensors, **checkpoint.packed({"run": shared, f"rank {parts.world.rank}": own})}
@@ -243,8 +242,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
         own = owns[parts.world.rank]
         randomness.restore(own["random"], parts.world.device)
         parts.wrapped.hook_state = own["hook"]
-        parts.losses.total, parts.losses.count = own["losses"]
-        parts.logged.restore([own["logged"]])
+        _restore_metrics([own], parts)
 
 
 def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
@@ -252,10 +250,11 @@ def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
     text = f"{parts.position.step} {owns[0]['random']['torch'].tolist()}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     randomness.seed_all(seed, parts.world.rank)
-    is_first = parts.world.rank == 0
-    parts.losses.total = sum(own["losses"][0] for own in owns) if is_first else 0.0
-    parts.losses.count = sum(own["losses"][1] for own in owns) if is_first else 0
-    parts.logged.restore([own["logged"] for own in owns] if is_first else [])
+    _restore_metrics(owns if parts.world.rank == 0 else [], parts)
+
+
+def _restore_metrics(owns: Sequence[dict[str, Any]], parts: Parts) -> None:
+    parts.metrics.restore([{LOSS: own["losses"], **own["logged"]} for own in owns])
 
 
 def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

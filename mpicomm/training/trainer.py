@@ -191,7 +191,7 @@ class Trainer:
             seed: The seed of the order of samples and of all random number generators.
             num_workers: Data-loading worker processes per rank.
             on_nonfinite: "stop" ends the run at a loss that is not finite, with an error that names its samples;
-                "skip" skips such steps, at the cost of one all-reduce of one number in each step.
+                "skip" skips such steps: the update of the parameters then waits for an all-reduce of four numbers.
             check_every: Steps between comparisons of the parameters of all ranks (DDP). None disables them.
             stop_margin: Seconds before the end of the allocation (Slurm, PBS, LSF, Flux) at which to save and exit, or
                 half of the remaining time at the start if that is less. None ignores the end of the allocation.
@@ -532,7 +532,7 @@ class Trainer:
             TypeError: If a value is neither a number nor a tensor.
             ValueError: If a tensor has more than one element, or the entry has another field of that name.
         """
-        self._assembly.logged.add(values)
+        self._assembly.metrics.log(values)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model's state_dict to a file, for use with or without Trainer (collective).

@@ -34,6 +34,7 @@ from mpicomm.training.reporting import Reporter, ReportOptions
 from mpicomm.training.resumable_run import ResumableRun
 from mpicomm.training.run_limits import RunLimits
 from mpicomm.training.state import Parts, Position, evaluation_figures
+from mpicomm.training.step_metrics import LOSS
 from mpicomm.training.step_profile import ProfileOptions, StepProfiler
 from mpicomm.training.training_step import TrainingStep
 
@@ -195,13 +196,15 @@ class TrainingLoop:
         # 1. accumulate the gradients
         clock = self.reporter.clock
         is_finite = self.training_step.accumulate(step, count, clock)
-        # 2. start the stop vote, then update the parameters or skip the step on all ranks
-        losses = (0.0, 0)
-        if self.calls is None:
-            self.run.start_vote()
-            is_taken = not self.options.skips or rank_sync.all_true(is_finite)
-        else:
-            is_taken, losses = self._share_step(is_finite)
+        # 2. start the vote of the ranks, then update the parameters or skip the step on all ranks
+        metrics, recovers = self.parts.metrics, self.calls is not None
+        if recovers:
+            # If a rank fails, the others must have completed the step, and can then send its state, or must not have
+            # begun to change theirs. All that differs between ranks is therefore shared before the update.
+            parallel.share_buffers(self.parts.wrapped.inner)
+        self.run.start_vote(is_finite=is_finite, numbers=metrics.take() if recovers else ())
+        losses = metrics.add_reduced(self.run.votes()[1]) if recovers else (0.0, 0)
+        is_taken = not self.options.skips or not self.run.votes()[0].nonfinite
         if is_taken:
             self._last_step = step
             if self.training_step.update():
@@ -213,24 +216,9 @@ class TrainingLoop:
         clock.add("compute")
         # 3. count the step
         self.position.advance(count)
-        self._add_losses(*losses)
+        self.position.add_losses(*losses)
         self.reporter.step(self.position, count)
         self._call(Callback.on_step_end)
-
-    def _share_step(self, is_finite: bool) -> tuple[bool, tuple[float, int]]:
-        """Share the results of a step that differ between ranks, so that the state after it is equal (collective).
-
-        After this operation a rank completes the step without communication. If a rank fails, the others have
-        therefore completed the step, and can send its state, or have not begun to change theirs.
-
-        Returns:
-            Whether to update the parameters; the sum of the losses of all ranks, and the number of their samples.
-        """
-        parallel.share_buffers(self.parts.wrapped.inner)
-        mine = [*self.parts.losses.take(), not is_finite, *self.run.own_vote]
-        total, samples, failures, *votes = self.parts.logged.reduced_with(mine)
-        self.run.decide_vote(*map(int, votes))
-        return not self.options.skips or not failures, (total, int(samples))
 
     def _after_step(self) -> None:
         self._count_step()
@@ -290,6 +278,8 @@ class TrainingLoop:
 
     def _is_stopping(self) -> bool:
         self._count_step()
+        if not self.run.can_stop:
+            return False
         self.run.start_vote()
         return self.run.is_stopping()
 
@@ -313,16 +303,12 @@ class TrainingLoop:
         if self.parts.scheduler is not None and self.options.schedule == when:
             self.parts.scheduler.step()
 
-    def _add_losses(self, total: float, count: int) -> None:
-        self.position.add_losses(total, count)
-        self.parts.logged.add_losses(total, count)
-
     def _log(self) -> None:
+        metrics = self.parts.metrics
         if self.calls is None:
-            total, count = self.parts.logged.reduced_with(self.parts.losses.take())
-            self._add_losses(total, int(count))
-        means = self.parts.logged.take_means()
-        self.reporter.log(self.position, means.pop("loss", None), self.parts.optimizer, means)
+            self.position.add_losses(*metrics.add_reduced(rank_sync.reduced(metrics.take())))
+        means = metrics.take_means()
+        self.reporter.log(self.position, means.pop(LOSS, None), self.parts.optimizer, means)
 
     def _save(self) -> None:
         self._limits.is_save_requested = False
@@ -363,6 +349,7 @@ def opened(
                 fit_call.limits,
                 functools.partial(fit_call.call, Callback.on_checkpoint),
                 fit_call.evaluating,
+                skips=options.skips,
                 recovers=calls is not None,
             )
         )

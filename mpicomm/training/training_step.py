@@ -12,7 +12,7 @@ from mpicomm.training import batches, randomness
 from mpicomm.training.batches import LossFunction, OwnStep
 from mpicomm.training.data import Batch, Step
 from mpicomm.training.state import Parts
-from mpicomm.training.step_timing import Clock
+from mpicomm.training.step_metrics import Clock
 
 _TOO_FEW = "Expected more than 1 value per channel"  # torch's batch normalization
 _SYNCHRONIZED = contextlib.nullcontext()
@@ -121,18 +121,16 @@ class TrainingStep:
             self._warm_up(step.batches[0])
             clock.start()
         self._wrapped.begin_step()
-        logged = self.parts.logged
+        metrics = self.parts.metrics
         is_finite = True
         for number, batch in enumerate(step.batches, start=1):
             is_last = number == len(step.batches)
             with _SYNCHRONIZED if is_last else self._wrapped.unsynchronized():
-                logged.begin_batch(batch.count)
+                metrics.begin_batch(batch.count)
                 loss, outputs, _ = self._forward_in_training(self._wrapped.model, batch)
                 if self._own_step is not None:
-                    logged.add(batches.figures_in(outputs))
-                is_finite_here = self.parts.losses.add(self.parts.position.step, batch, loss)
-                logged.end_batch(is_finite=is_finite_here)
-                is_finite = is_finite and is_finite_here
+                    metrics.log(batches.figures_in(outputs))
+                is_finite = metrics.end_batch(self.parts.position.step, batch, loss) and is_finite
                 # DDP and FSDP average over the ranks with equal weights, so scale by this rank's share of the samples.
                 weight = batch.count * self.parts.world.size / count
                 self.parts.precision.backward(loss if weight == 1 else loss * weight)
@@ -165,7 +163,7 @@ class TrainingStep:
     def _warm_up(self, batch: Batch) -> None:
         """Run the model once before the first step, and restore its buffers and the generators (collective)."""
         buffers = self._copied_buffers()
-        self.parts.logged.begin_batch(0)  # the batch is run again in the step
+        self.parts.metrics.begin_batch(0)  # the batch is run again in the step
         with randomness.preserved(self._device):
             self._wrapped.warm_up(lambda model: self._forward_in_training(model, batch)[0])
         self._restore_buffers(buffers)

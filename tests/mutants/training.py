@@ -7,11 +7,26 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     # -- agreement of the ranks -----------------------------------------------------------------------------
     Mutant(
-        "StopVote.close",
-        old="self._gathered.tolist",
-        new="self._mine.tolist",
+        "StepVote.result",
+        old="self._sums.tolist",
+        new="self._own.tolist",
         fault="Each rank checks only its own vote, so a rank with a stop request exits without the others.",
         tests="tests/training/test_checkpoints.py -k stop_request_during_the_evaluation",
+        ranks=4,
+    ),
+    Mutant(
+        "StepVote.result",
+        old="pending.Wait()",
+        fault="The ranks read the result of a vote before it is complete.",
+        tests="tests/training/test_run_limits.py -k max_time_of_one_rank",
+        ranks=2,
+    ),
+    Mutant(
+        "TrainingLoop._take_step",
+        old="self.run.votes()[0].nonfinite",
+        new="not is_finite",
+        fault="A rank whose loss is finite takes the step that another rank skips.",
+        tests="tests/training/test_steps.py -k finite_loss_is_skipped",
         ranks=4,
     ),
     Mutant(
@@ -281,8 +296,9 @@ finally:
         ranks=2,
     ),
     Mutant(
-        "restore",
-        old='parts.losses.total, parts.losses.count = own["losses"]',
+        "_restore_metrics",
+        old='{LOSS: own["losses"], **own["logged"]}',
+        new='own["logged"]',
         fault="The losses since the last entry are lost when a run resumes, and the loss of the epoch differs.",
         tests="tests/training/test_checkpoints.py -k signal_to_one_rank",
         ranks=4,
@@ -324,7 +340,7 @@ finally:
         tests="tests/unit/test_newest_state.py -k two_failed_neighbours",
     ),
     Mutant(
-        "TrainingLoop._share_step",
+        "TrainingLoop._take_step",
         old="parallel.share_buffers(self.parts.wrapped.inner)",
         fault="The buffers of rank 0, such as the statistics of batch normalization, are lost with rank 0.",
         tests="tests/recovery/test_killed_training.py -k 'fewer and not ever'",
@@ -598,11 +614,11 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "TrainingLoop._log",
-        old="total, count = self.parts.logged.reduced_with(self.parts.losses.take())",
+        old="self.position.add_losses(*metrics.add_reduced(rank_sync.reduced(metrics.take())))",
         new="""
-own, number = self.parts.losses.take()
-total, count = self.parts.logged.reduced_with([own / max(number, 1), number])
-total *= count / dist.get_world_size()
+own, number, new_names = metrics.take()
+total, count = metrics.add_reduced(rank_sync.reduced([own / max(number, 1), number, new_names]))
+self.position.add_losses(total * count / dist.get_world_size(), count)
 """,
         fault="The loss of an epoch is the mean of the ranks' means, regardless of their numbers of samples.",
         tests="tests/training/test_steps.py -k loss_of_an_epoch",
@@ -1101,10 +1117,10 @@ synchronize()
         tests="tests/unit/test_optimizers.py -k unsupported_schedulers",
     ),
     Mutant(
-        "Losses.check",
+        "StepMetrics.check",
         old="raise _not_finite(step, indices, value)",
         fault="On a GPU a loss that is not finite does not end the run.",
-        tests="tests/unit/test_losses.py -k read_late",
+        tests="tests/unit/test_step_metrics.py -k read_late",
     ),
     Mutant(
         "model_file.export",
@@ -1138,7 +1154,7 @@ synchronize()
     ),
     Mutant(
         "ResumableRun.ends_between_epochs",
-        old="rank_sync.total(self._limits.requests_end) > 0",
+        old="self.votes()[0].end > 0",
         new="self._limits.requests_end",
         fault="If a callback calls stop() on one rank after an epoch, the other ranks wait for it in the next epoch.",
         tests="tests/training/test_run_limits.py -k callback_on_one_rank",
