@@ -228,10 +228,8 @@ class ResumableRun:
         position = self._parts.position
         why = rank_sync.reasons(self.stop_request.why)
         self.save(reporter, wait=True)
-        reporter.write("preempted", position, why=why)
-        reporter.print(
-            f"{why}: stopped at step {position.step} after saving a checkpoint; start the run again to resume"
-        )
+        line = f"{why}: stopped at step {position.step} after saving a checkpoint; start the run again to resume"
+        reporter.write("preempted", position, line, why=why)
         raise Preempted(why)
 
     def report_early_end(self, reporter: Reporter) -> None:
@@ -239,8 +237,7 @@ class ResumableRun:
         position = self._parts.position
         if self.is_ending:
             why = rank_sync.reasons(self._limits.why)
-            reporter.write("ended", position, why=why)
-            reporter.print(f"{why}: ended at step {position.step}")
+            reporter.write("ended", position, f"{why}: ended at step {position.step}", why=why)
 
 
 @contextlib.contextmanager

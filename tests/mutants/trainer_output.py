@@ -30,6 +30,14 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
+        "Reporter.write",
+        old="sink(entry)",
+        new="self._sinks[0](entry)",
+        fault="Only the first sink, the metrics file, gets the entries.",
+        tests="tests/training/test_options.py -k csv",
+        ranks=2,
+    ),
+    Mutant(
         "StepMetrics._keep",
         old="self._add(name, value * weight, weight)",
         new="self._add(name, value, 1)",
