@@ -37,7 +37,7 @@ class Callback:
     """
 
     measures_training = False
-    """Whether `kept_checkpoints` are chosen by figures of training; the default is by figures of evaluations.
+    """Whether `kept_checkpoints` are chosen by metrics of training; the default is by metrics of evaluations.
 
     The entry "model" of a kept checkpoint has the weights that were measured, which can differ; see `evaluating`.
     """
@@ -63,12 +63,12 @@ class Callback:
     def on_step_end(self, trainer: Trainer) -> None:
         """A step is complete, `trainer.position.step` of the run; `trainer.is_step_taken` is False if it is skipped."""
 
-    def on_eval_end(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+    def on_eval_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """An evaluation within `fit` is complete.
 
         Args:
             trainer: The trainer.
-            figures: `eval_loss`, `eval_samples` and the metrics, equal on all ranks.
+            metrics: `eval_loss`, `eval_samples` and those of the user, equal on all ranks.
         """
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
@@ -183,10 +183,10 @@ class CallbackList:
         of = {name: "training" if each.measures_training else "evaluations" for name, each in self._keeping.items()}
         if self._exchanging and len(set(of.values())) > 1:
             raise ValueError(
-                f"callbacks must keep checkpoints by figures of training only or of evaluations only, because "
+                f"callbacks must keep checkpoints by metrics of training only or of evaluations only, because "
                 f"{self._exchanging[0]} evaluates other weights than those of training, got "
-                f"{' and '.join(f'{name} ({figures})' for name, figures in of.items())}.\n"
-                f"Monitor a figure of the same kind in each (measures_training), or omit one of these callbacks."
+                f"{' and '.join(f'{name} ({metrics})' for name, metrics in of.items())}.\n"
+                f"Monitor a metric of the same kind in each (measures_training), or omit one of these callbacks."
             )
 
     def kept_checkpoints(self) -> frozenset[str]:

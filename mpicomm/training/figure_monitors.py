@@ -1,4 +1,4 @@
-"""Callbacks that follow one figure of a run: the best checkpoint, and early stopping."""
+"""Callbacks that follow one metric of a run: the best checkpoint, and early stopping."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _MODE = arguments.one_of("min", "max")
 _NOT_NEGATIVE = arguments.number("a non-negative number", lambda value: value >= 0)
 
 
-class FigureMonitor(Callback):
-    """Base class of callbacks that follow one figure. All ranks have the same figures, and decide the same."""
+class MetricMonitor(Callback):
+    """Base class of callbacks that follow one metric. All ranks have the same values, and decide the same."""
 
     def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
-        """Follow a figure.
+        """Follow a metric.
 
         Args:
             monitor: "loss", after each epoch, or "eval_loss" or the name of a metric, after each evaluation.
-            mode: "min" if smaller figures are better, "max" if greater ones are.
+            mode: "min" if smaller values are better, "max" if greater ones are.
             min_delta: The smallest change that counts as an improvement.
         """
         name = type(self).__name__
@@ -36,40 +36,40 @@ class FigureMonitor(Callback):
         self._monitor, self._sign, self._min_delta = monitor, -1.0 if mode == "min" else 1.0, min_delta
         self.measures_training = monitor == "loss"
         self.best: float | None = None
-        """The best figure so far, or None."""
+        """The best value so far, or None."""
 
     def on_setup(self, trainer: Trainer) -> None:
-        """Check that the run has the figure.
+        """Check that the run has the metric.
 
         Raises:
             ValueError: If it does not.
         """
-        if self._monitor not in trainer.figure_names:
+        if self._monitor not in trainer.metric_names:
             raise ValueError(
-                f"{type(self).__name__}: monitor must be one of {', '.join(map(repr, trainer.figure_names))}, got "
+                f"{type(self).__name__}: monitor must be one of {', '.join(map(repr, trainer.metric_names))}, got "
                 f"{self._monitor!r}.\n"
                 f"Set monitor to one of these, or pass eval_data and the metric to fit()."
             )
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Compare the loss of the epoch, if it is the monitored figure."""
+        """Compare the loss of the epoch, if it is the monitored metric."""
         if self.measures_training:
             self._compare(trainer, trainer.position.history[-1]["loss"])
 
-    def on_eval_end(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
-        """Compare a figure of the evaluation, if it is the monitored one."""
+    def on_eval_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Compare a metric of the evaluation, if it is the monitored one."""
         if not self.measures_training:
-            self._compare(trainer, figures[self._monitor])
+            self._compare(trainer, metrics[self._monitor])
 
-    def _compare(self, trainer: Trainer, figure: float) -> None:
-        """Compare a new figure with the best one; a figure that is not finite is never better."""
-        is_better = math.isfinite(figure) and (self.best is None or self._sign * (figure - self.best) > self._min_delta)
+    def _compare(self, trainer: Trainer, value: float) -> None:
+        """Compare a new value with the best one; a value that is not finite is never better."""
+        is_better = math.isfinite(value) and (self.best is None or self._sign * (value - self.best) > self._min_delta)
         if is_better:
-            self.best = figure
+            self.best = value
         self.follow(trainer, is_better=is_better)
 
     def follow(self, trainer: Trainer, *, is_better: bool) -> None:
-        """React to a new figure.
+        """React to a new value.
 
         Args:
             trainer: The trainer.
@@ -78,11 +78,11 @@ class FigureMonitor(Callback):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best figure."""
+        """Return the best value."""
         return {"best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best figure.
+        """Restore the best value.
 
         Args:
             state: The state.
@@ -90,11 +90,11 @@ class FigureMonitor(Callback):
         self.best = state["best"]
 
 
-class BestCheckpoint(FigureMonitor):
-    """Saves a checkpoint at each new best figure, and keeps the best one in addition to `keep_checkpoints`.
+class BestCheckpoint(MetricMonitor):
+    """Saves a checkpoint at each new best value of a metric, and keeps the best one in addition to `keep_checkpoints`.
 
     `Trainer.fit` still resumes from the newest checkpoint. The entry "model" of the best one has the weights that were
-    measured: with `EMA`, those of training for "loss", and the averages for the other figures. Load them into a model
+    measured: with `EMA`, those of training for "loss", and the averages for the other metrics. Load them into a model
     with `torch.distributed.checkpoint`, in a job or in one process::
 
         weights = {"model": model.state_dict()}
@@ -103,11 +103,11 @@ class BestCheckpoint(FigureMonitor):
     """
 
     def __init__(self, monitor: str = "eval_loss", mode: str = "min") -> None:
-        """Follow a figure.
+        """Follow a metric.
 
         Args:
             monitor: "loss", after each epoch, or "eval_loss" or the name of a metric, after each evaluation.
-            mode: "min" if smaller figures are better, "max" if greater ones are.
+            mode: "min" if smaller values are better, "max" if greater ones are.
         """
         super().__init__(monitor, mode)
         self._name: str | None = None
@@ -115,14 +115,14 @@ class BestCheckpoint(FigureMonitor):
 
     @property
     def path(self) -> Path | None:
-        """The best checkpoint, which is complete at the end of `fit`; None before the first figure."""
+        """The best checkpoint, which is complete at the end of `fit`; None before the first value."""
         return None if self._name is None or self._directory is None else self._directory / self._name
 
     def on_setup(self, trainer: Trainer) -> None:
         """Check the arguments of the trainer.
 
         Raises:
-            ValueError: If it has no checkpoint_dir, or the run does not have the figure.
+            ValueError: If it has no checkpoint_dir, or the run does not have the metric.
         """
         super().on_setup(trainer)
         self._directory = trainer.checkpoint_dir
@@ -133,7 +133,7 @@ class BestCheckpoint(FigureMonitor):
             )
 
     def follow(self, trainer: Trainer, *, is_better: bool) -> None:
-        """Save a checkpoint if the figure is the best one so far."""
+        """Save a checkpoint if the value is the best one so far."""
         if is_better:
             self._name = trainer.position.name
             trainer.save_checkpoint()
@@ -143,11 +143,11 @@ class BestCheckpoint(FigureMonitor):
         return () if self._name is None else (self._name,)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best figure, and the name of its checkpoint."""
+        """Return the best value, and the name of its checkpoint."""
         return {**super().state_dict(), "name": self._name}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best figure, and the name of its checkpoint.
+        """Restore the best value, and the name of its checkpoint.
 
         Args:
             state: The state.
@@ -156,8 +156,8 @@ class BestCheckpoint(FigureMonitor):
         self._name = state["name"]
 
 
-class EarlyStopping(FigureMonitor):
-    """Ends the run when a figure has not improved for a number of evaluations (for "loss": epochs).
+class EarlyStopping(MetricMonitor):
+    """Ends the run when a metric has not improved for a number of evaluations (for "loss": epochs).
 
     `fit` then returns as after the last epoch. When the program is started again, the run does not continue.
     """
@@ -165,26 +165,26 @@ class EarlyStopping(FigureMonitor):
     def __init__(
         self, monitor: str = "eval_loss", patience: int = 3, mode: str = "min", min_delta: float = 0.0
     ) -> None:
-        """Follow a figure.
+        """Follow a metric.
 
         Args:
             monitor: "loss", after each epoch, or "eval_loss" or the name of a metric, after each evaluation.
-            patience: The number of figures in a row without an improvement after which the run ends.
-            mode: "min" if smaller figures are better, "max" if greater ones are.
+            patience: The number of values in a row without an improvement after which the run ends.
+            mode: "min" if smaller values are better, "max" if greater ones are.
             min_delta: The smallest change that counts as an improvement.
         """
         super().__init__(monitor, mode, min_delta)
         POSITIVE.check(patience, "patience", "EarlyStopping")
         self._patience = patience
         self.count = 0
-        """The number of figures in a row without an improvement."""
+        """The number of values in a row without an improvement."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """End a run that had ended before it was resumed."""
         self._end_if_due(trainer)
 
     def follow(self, trainer: Trainer, *, is_better: bool) -> None:
-        """Count the figures without an improvement, and end the run when there are too many."""
+        """Count the values without an improvement, and end the run when there are too many."""
         self.count = 0 if is_better else self.count + 1
         self._end_if_due(trainer)
 
@@ -193,11 +193,11 @@ class EarlyStopping(FigureMonitor):
             trainer.stop(f"EarlyStopping: no better {self._monitor} than {self.best} in {self.count} comparisons")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best figure, and the number of figures without an improvement."""
+        """Return the best value, and the number of values without an improvement."""
         return {**super().state_dict(), "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best figure, and the number of figures without an improvement.
+        """Restore the best value, and the number of values without an improvement.
 
         Args:
             state: The state.

@@ -123,8 +123,8 @@ def _check_plateau(scheduler: ReduceLROnPlateau, schedule: str | None, monitor: 
         )
 
 
-def figure_names(metrics: Iterable[str], *, is_evaluated: bool) -> tuple[str, ...]:
-    """Return the names of the figures that can be monitored: of an epoch, and of its evaluation if there is one."""
+def metric_names(metrics: Iterable[str], *, is_evaluated: bool) -> tuple[str, ...]:
+    """Return the names of the metrics that can be monitored: of an epoch, and of its evaluation if there is one."""
     return ("loss", "eval_loss", *metrics) if is_evaluated else ("loss",)
 
 
@@ -139,7 +139,7 @@ def monitored(monitor: str | None, metrics: Iterable[str], *, is_evaluated: bool
     Raises:
         ValueError: If epochs do not have this metric.
     """
-    known = figure_names(metrics, is_evaluated=is_evaluated)
+    known = metric_names(metrics, is_evaluated=is_evaluated)
     name = monitor or ("eval_loss" if is_evaluated else "loss")
     if name not in known:
         more = "" if is_evaluated else ", or pass eval_data, from which metrics are computed"

@@ -188,7 +188,7 @@ class ResumableRun:
         position, callbacks = self._parts.position, self._parts.callbacks
         kept = callbacks.kept_checkpoints()
         if callbacks.keeping:
-            remedy = "Return the same names on every rank: decide by figures that all ranks have."
+            remedy = "Return the same names on every rank: decide by metrics that all ranks have."
             rank_sync.check_equal({"kept_checkpoints": tuple(sorted(kept))}, "callbacks", remedy)
         is_measured = position.name in kept and callbacks.keeps_evaluated_weights
         if self._saved[0] != position.name or is_measured > self._saved[1]:

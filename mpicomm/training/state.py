@@ -59,7 +59,7 @@ class Position:
     """The step of the last evaluation within an epoch (`eval_every`)."""
 
     evaluated_figures: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The figures of that evaluation."""
+    """The metrics of that evaluation. Checkpoints contain the field under this name."""
 
     @property
     def progress(self) -> tuple[int, int, bool, int]:
@@ -86,23 +86,23 @@ class Position:
         self.loss_count += count
 
     def end_epoch(self, *, is_evaluated: bool) -> None:
-        """Append the figures of the epoch to the history, and start the next epoch."""
+        """Append the metrics of the epoch to the history, and start the next epoch."""
         self.epoch += 1
         loss = self.loss_sum / max(self.loss_count, 1)
         self.history.append({"epoch": self.epoch, "step": self.step, "loss": loss, "samples": self.consumed})
         self.consumed = self.steps_of_epoch = self.loss_count = 0
         self.loss_sum, self.is_evaluated = 0.0, is_evaluated
 
-    def add_evaluation(self, figures: Mapping[str, float]) -> None:
-        """Add the figures of the evaluation of the last epoch to the history."""
-        self.history[-1] |= figures
+    def add_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of the evaluation of the last epoch to the history."""
+        self.history[-1] |= metrics
         self.is_evaluated = True
 
 
-def evaluation_figures(means: Mapping[str, float], count: int) -> dict[str, float]:
-    """Return the figures of an evaluation: the means over `count` samples, with the loss as `eval_loss`."""
-    figures = {f"eval_{name}" if name == "loss" else name: value for name, value in means.items()}
-    return {**figures, "eval_samples": count}
+def evaluation_metrics(means: Mapping[str, float], count: int) -> dict[str, float]:
+    """Return the metrics of an evaluation: the means over `count` samples, with the loss as `eval_loss`."""
+    metrics = {f"eval_{name}" if name == "loss" else name: value for name, value in means.items()}
+    return {**metrics, "eval_samples": count}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -265,8 +265,8 @@ class Trainer:
             profile=profile_options,
         )
         self._monitor = monitor
-        self.figure_names: tuple[str, ...] = ()
-        """The names of the figures of the epochs and evaluations of the present or last call of `fit`."""
+        self.metric_names: tuple[str, ...] = ()
+        """The names of the metrics of the epochs and evaluations of the present or last call of `fit`."""
 
         self._limits = RunLimits(1)  # of the present or last call of `fit`, like the reporter
         self._reporter: Reporter
@@ -414,7 +414,7 @@ class Trainer:
         SHARD.check(shard, "shard", "fit")
         SHARD.check(eval_shard, "eval_shard", "fit")
         metrics, monitored = metrics or {}, "loss"
-        self.figure_names = optimizers.figure_names(metrics, is_evaluated=is_evaluated)
+        self.metric_names = optimizers.metric_names(metrics, is_evaluated=is_evaluated)
         if schedule == optimizers.ON_METRIC:
             monitored = optimizers.monitored(self._monitor, metrics, is_evaluated=is_evaluated)
         # 2. train

@@ -33,7 +33,7 @@ from mpicomm.training.recovering_calls import RecoveringCalls
 from mpicomm.training.reporting import Reporter, ReportOptions
 from mpicomm.training.resumable_run import ResumableRun
 from mpicomm.training.run_limits import RunLimits
-from mpicomm.training.state import Parts, Position, evaluation_figures
+from mpicomm.training.state import Parts, Position, evaluation_metrics
 from mpicomm.training.step_metrics import LOSS
 from mpicomm.training.step_profile import ProfileOptions, StepProfiler
 from mpicomm.training.training_step import TrainingStep
@@ -66,7 +66,7 @@ class FitCall:
     stop_request: StopRequest
     metrics: Mapping[str, Metric]
     monitored: str
-    """The figure that ReduceLROnPlateau monitors."""
+    """The metric that ReduceLROnPlateau monitors."""
 
     call: Callable[..., None]
     """Calls a hook of the callbacks, a method of `Callback`, with the trainer and further arguments."""
@@ -152,13 +152,13 @@ class TrainingLoop:
 
     def _evaluate_epoch(self) -> None:
         """Evaluate after an epoch; its last step may have been evaluated already, which counts once."""
-        position, names = self.position, evaluation_figures(dict.fromkeys(("loss", *self.fit_call.metrics), 0.0), 0)
+        position, names = self.position, evaluation_metrics(dict.fromkeys(("loss", *self.fit_call.metrics), 0.0), 0)
         is_new = position.evaluated_step != position.step or position.evaluated_figures.keys() != names.keys()
-        figures = self._evaluated() if is_new else position.evaluated_figures
-        position.add_evaluation(figures)
+        metrics = self._evaluated() if is_new else position.evaluated_figures
+        position.add_evaluation(metrics)
         self.reporter.evaluation(position)
         if is_new:
-            self._call(Callback.on_eval_end, figures)
+            self._call(Callback.on_eval_end, metrics)
 
     def _complete_epoch(self) -> None:
         """Step ReduceLROnPlateau and save, after the metrics of the last epoch are complete."""
@@ -258,13 +258,13 @@ class TrainingLoop:
         if self._limits.is_evaluation_due(self.position):
             # As a checkpoint does, so that a resumed run evaluates the same model.
             parallel.share_buffers(self.parts.wrapped.inner)
-            figures = self._evaluated()
-            self.position.evaluated_step, self.position.evaluated_figures = self.position.step, figures
-            self.reporter.step_evaluation(self.position, figures)
-            self._call(Callback.on_eval_end, figures)
+            metrics = self._evaluated()
+            self.position.evaluated_step, self.position.evaluated_figures = self.position.step, metrics
+            self.reporter.step_evaluation(self.position, metrics)
+            self._call(Callback.on_eval_end, metrics)
 
     def _evaluated(self) -> dict[str, float]:
-        """Evaluate, and return the figures; a stop request saves and raises `Preempted` (collective)."""
+        """Evaluate, and return the metrics; a stop request saves and raises `Preempted` (collective)."""
         assert self.test is not None  # `RunLimits` refuses `eval_every` without it
         around = (self.reporter.excluded(), randomness.preserved(self.parts.world.device), self.fit_call.evaluating())
         with around[0], around[1], around[2]:
@@ -274,7 +274,7 @@ class TrainingLoop:
             )
         if found is None:
             self.run.stop(self.reporter)
-        return evaluation_figures(*found)
+        return evaluation_metrics(*found)
 
     def _is_stopping(self) -> bool:
         self._count_step()

@@ -129,7 +129,7 @@ class TrainingStep:
                 metrics.begin_batch(batch.count)
                 loss, outputs, _ = self._forward_in_training(self._wrapped.model, batch)
                 if self._own_step is not None:
-                    metrics.log(batches.figures_in(outputs))
+                    metrics.log(batches.metrics_in(outputs))
                 is_finite = metrics.end_batch(self.parts.position.step, batch, loss) and is_finite
                 # DDP and FSDP average over the ranks with equal weights, so scale by this rank's share of the samples.
                 weight = batch.count * self.parts.world.size / count

@@ -102,7 +102,7 @@ finally:
         ranks=2,
     ),
     Mutant(
-        "FigureMonitor.__init__",
+        "MetricMonitor.__init__",
         old='self.measures_training = monitor == "loss"',
         new="self.measures_training = False",
         fault="The best checkpoint by the loss of training has the averages of EMA, whose loss was never measured.",
@@ -1190,8 +1190,8 @@ synchronize()
         tests="tests/unit/test_foreign_arguments.py -k argument_of_another_library",
     ),
     Mutant(
-        "FigureMonitor._compare",
-        old="math.isfinite(figure)",
+        "MetricMonitor._compare",
+        old="math.isfinite(value)",
         new="True",
         fault="If the first figure is NaN, BestCheckpoint keeps that checkpoint and EarlyStopping ends the run.",
         tests="tests/training/test_callbacks.py -k 'best_checkpoint_is_kept and max'",
