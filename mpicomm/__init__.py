@@ -58,14 +58,12 @@ if TYPE_CHECKING:
     from mpicomm.runtime import bootstrap, dump_flight_recorder
     from mpicomm.session import World, current_world, shutdown
     from mpicomm.training.callbacks import Callback
-    from mpicomm.training.combined_optimizer import CombinedOptimizer
-    from mpicomm.training.figure_monitors import BestCheckpoint, EarlyStopping
-    from mpicomm.training.hooks import bf16_compression_hook
-    from mpicomm.training.learning_rates import LearningRateLogger
+    from mpicomm.training.optimizers import CombinedOptimizer
+    from mpicomm.training.parallel import bf16_compression_hook
     from mpicomm.training.preemption import Preempted
     from mpicomm.training.preparation import PreparedLoader, prepare
+    from mpicomm.training.standard_callbacks import EMA, BestCheckpoint, EarlyStopping, LearningRateLogger
     from mpicomm.training.trainer import Trainer
-    from mpicomm.training.weight_average import EMA
 
 __version__ = "0.1.0"
 
@@ -100,14 +98,14 @@ _HOMES = {
     "shutdown": "mpicomm.session",
     "World": "mpicomm.session",
     "dump_flight_recorder": "mpicomm.runtime",
-    "bf16_compression_hook": "mpicomm.training.hooks",
+    "bf16_compression_hook": "mpicomm.training.parallel",
     "Trainer": "mpicomm.training.trainer",
     "Callback": "mpicomm.training.callbacks",
-    "BestCheckpoint": "mpicomm.training.figure_monitors",
-    "EarlyStopping": "mpicomm.training.figure_monitors",
-    "LearningRateLogger": "mpicomm.training.learning_rates",
-    "EMA": "mpicomm.training.weight_average",
-    "CombinedOptimizer": "mpicomm.training.combined_optimizer",
+    "BestCheckpoint": "mpicomm.training.standard_callbacks",
+    "EarlyStopping": "mpicomm.training.standard_callbacks",
+    "LearningRateLogger": "mpicomm.training.standard_callbacks",
+    "EMA": "mpicomm.training.standard_callbacks",
+    "CombinedOptimizer": "mpicomm.training.optimizers",
     "Preempted": "mpicomm.training.preemption",
     "prepare": "mpicomm.training.preparation",
     "PreparedLoader": "mpicomm.training.preparation",

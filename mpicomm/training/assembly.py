@@ -15,8 +15,7 @@ from mpicomm.session import World
 from mpicomm.training import parallel
 from mpicomm.training.batches import LossFunction, OwnStep
 from mpicomm.training.callbacks import CallbackList
-from mpicomm.training.parallel import ModelTemplate, ParallelOptions
-from mpicomm.training.precision import Precision
+from mpicomm.training.parallel import ModelTemplate, ParallelOptions, Precision
 from mpicomm.training.state import Parts, Position
 from mpicomm.training.step_metrics import StepMetrics
 from mpicomm.training.training_step import TrainingStep

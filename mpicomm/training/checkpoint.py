@@ -2,7 +2,7 @@
 
 A run resumes from its marked checkpoint with the most steps. A run that is killed while saving leaves a directory with
 the marker INCOMPLETE, which the next start removes. The content is in the format of torch.distributed.checkpoint, so
-that another number of ranks can read it.
+that another number of ranks can read it. Objects with tensors are packed: as bytes, and a list of the tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import io
 import itertools
 import json
 import os
@@ -363,7 +364,7 @@ def opened(directory: str | os.PathLike[str], keep: int, device: torch.device) -
     checkpoints.close()
 
 
-def packed(objects: Mapping[str, Any]) -> State:
+def pickled(objects: Mapping[str, Any]) -> State:
     """Return objects in the form in which a state contains them: pickled, under `object.<name>`."""
     return {f"object.{name}": pickle.dumps(each) for name, each in objects.items()}
 
@@ -399,3 +400,44 @@ def _probe(token: Path, rank: int) -> None:
 
 def _nothing() -> None:
     pass
+
+
+# -- objects that contain tensors --------------------------------------------------------------------------------------
+
+
+def pack(content: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Return an object without its tensors as bytes, and the tensors, which share memory with the object."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(content)
+    return file.getvalue(), pickler.tensors
+
+
+def unpack(packed: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the object that `pack` took apart, with these tensors."""
+    return _Unpickler(io.BytesIO(packed), tensors).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles the position of a tensor in `tensors` in place of the tensor."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, thing: Any) -> int | None:
+        """Return the position of a tensor; None for other objects."""
+        if not isinstance(thing, torch.Tensor):
+            return None
+        self.tensors.append(thing.detach())
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, position: int) -> torch.Tensor:
+        """Return the tensor at a position."""
+        return self._tensors[position]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpicomm.arguments import Expected
-from mpicomm.training import files
+from mpicomm.training import run_directory
 
 Logger = Callable[[dict[str, Any]], None]
 """A function that receives each entry of a run."""
@@ -190,7 +190,7 @@ class CSVTable:
         writer = csv.DictWriter(table, self._columns)
         writer.writeheader()
         writer.writerows(rows)
-        files.write_whole(self._path, lambda file: file.write(table.getvalue().encode()))
+        run_directory.write_whole(self._path, lambda file: file.write(table.getvalue().encode()))
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, str]]:

@@ -1,9 +1,10 @@
-"""Checks of optimizers and learning-rate schedulers, and when the trainer steps a scheduler."""
+"""Checks of optimizers and learning-rate schedulers, when the trainer steps a scheduler, and combined optimizers."""
 
 from __future__ import annotations
 
+import collections
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -160,3 +161,71 @@ def _required_of_step(steps: Any) -> str:
     empty, named = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [each.name for each in parameters.values() if each.default is empty and each.kind not in named]
     return ", ".join(map(repr, required[1:]))
+
+
+# -- several optimizers as one -----------------------------------------------------------------------------------------
+
+
+_OPTIMIZERS = arguments.Expected(
+    "a non-empty list of optimizers",
+    lambda each: isinstance(each, list) and bool(each) and all(isinstance(one, torch.optim.Optimizer) for one in each),
+    remedy="Pass for example [torch.optim.AdamW(model.a.parameters()), torch.optim.SGD(model.b.parameters())].",
+)
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Steps several optimizers of disjoint parameters together, for example in `Trainer`.
+
+    Its parameter groups are those of the optimizers, one after the other. A scheduler belongs to the combined
+    optimizer, and changes the learning rates of all groups.
+
+    Example::
+
+        optimizer = mpicomm.CombinedOptimizer([
+            torch.optim.AdamW(model.generator.parameters(), lr=1e-4),
+            torch.optim.SGD(model.discriminator.parameters(), lr=1e-2),
+        ])
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Combine optimizers, which have taken no step yet.
+
+        Args:
+            optimizers: The optimizers.
+
+        Raises:
+            TypeError: If it is not a list of optimizers.
+            ValueError: If two of them have a parameter in common.
+        """
+        _OPTIMIZERS.check(optimizers, "optimizers", "CombinedOptimizer")
+        self._optimizers = list(optimizers)
+        super().__init__([group for each in self._optimizers for group in each.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let the optimizers use the parameter groups and the state of this one."""
+        groups = iter(self.param_groups)
+        for each in self._optimizers:
+            each.param_groups = [next(groups) for _ in each.param_groups]
+            each.state = self.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all optimizers.
+
+        Args:
+            closure: Not supported.
+        """
+        if closure is not None:
+            raise TypeError("CombinedOptimizer.step() takes no closure, got one.\nCompute the loss before step().")
+        for each in self._optimizers:
+            each.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state.
+
+        Args:
+            state_dict: The state, from `state_dict()`.
+        """
+        super().load_state_dict(state_dict)
+        self.state = collections.defaultdict(dict, self.state)
+        self._share()

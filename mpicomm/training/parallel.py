@@ -1,6 +1,7 @@
-"""Parallel strategies: the model replicated on every rank (DDP), or sharded over the ranks (FSDP2)."""
+"""How a model computes on the ranks: replicated (DDP) or sharded (FSDP2), its precision, compression of gradients.
 
-from __future__ import annotations
+This module must not use `from __future__ import annotations`: DDP compares the annotations of a hook with types.
+"""
 
 import contextlib
 import copy
@@ -17,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicomm import arguments
-from mpicomm.training.hooks import bf16_compression_hook
 
 STRATEGIES = ("ddp", "fsdp")
 HOOKS = ("bf16", "fp16", "powersgd")
@@ -282,3 +282,109 @@ def _layers(model: nn.Module) -> list[nn.Module]:
         else:
             found += _layers(child)
     return found
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+_DTYPES: dict[str, torch.dtype | None] = {
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+class Precision:
+    """The precision in which a model computes."""
+
+    def __init__(self, name: str, device: torch.device, *, casts: bool) -> None:
+        """Choose the precision.
+
+        Args:
+            name: "float32", "bfloat16" ("bf16") or "float16" ("fp16").
+            casts: Use autocast. False if the model casts by itself, as FSDP with a mixed-precision policy does.
+
+        Raises:
+            TypeError: If the name is not a str.
+            ValueError: If the name is unknown.
+        """
+        arguments.one_of(*_DTYPES).check(name, "precision")
+        self.dtype = _DTYPES[name]
+        self._device = device
+        self._casts = casts and self.dtype is not None
+        # The exponent range of float16 is small: without loss scaling, small gradients underflow to 0.
+        # In other precisions the scaler does nothing.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass of the loss, scaled for float16."""
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, max_grad_norm: float | None) -> bool:
+        """Clip the gradients, run an optimizer step, and return whether the step was taken.
+
+        The step is skipped where scaled gradients overflow; the scale is then reduced. The result is the same on all
+        ranks: they have the same gradients or, with FSDP, the same maximum over the ranks of the overflow flags.
+        """
+        if max_grad_norm is not None:
+            self.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
+
+    def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which to run the forward pass."""
+        if not self._casts:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self.dtype)
+
+
+# -- compression of gradients ------------------------------------------------------------------------------------------
+
+
+_STATE = arguments.instance(
+    "a torch ProcessGroup", dist.ProcessGroup, remedy="Call model.register_comm_hook(None, bf16_compression_hook)."
+).or_none()
+_BUCKET = arguments.instance(
+    "a torch.distributed.GradBucket",
+    dist.GradBucket,
+    remedy="Let DDP call the hook: model.register_comm_hook(None, bf16_compression_hook).",
+)
+
+
+def bf16_compression_hook(
+    state: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average gradients in bfloat16, which halves the bytes of float32 and keeps its range.
+
+    For `DistributedDataParallel.register_comm_hook`, on any device (collective over the group). It replaces torch's
+    `bf16_compress_hook`. It has another name, because DDP rejects every hook of that name where NCCL is not available.
+
+    torch's hook divides before it sums, so that fp16 does not overflow, and rounds the quotients. bfloat16 cannot
+    overflow where float32 does not, so this hook leaves the average to the backend. The mpicomm backend sums and
+    divides in float32 and rounds once. Each gradient is therefore rounded twice: at compression and at the average.
+
+    Args:
+        state: The process group to average over; None for all ranks.
+        bucket: The gradients of one DDP bucket, a 1-D buffer.
+
+    Returns:
+        A future of the bucket's buffer, which then contains the averages in the dtype of the bucket.
+
+    Raises:
+        TypeError: If an argument is of another type.
+    """
+    _STATE.check(state, "state", "bf16_compression_hook")
+    _BUCKET.check(bucket, "bucket", "bf16_compression_hook")
+    gradients = bucket.buffer()
+    compressed = gradients.to(torch.bfloat16)
+    work = dist.all_reduce(compressed, op=dist.ReduceOp.AVG, group=state, async_op=True)
+
+    def decompress(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        return gradients.copy_(reduced.value()[0])
+
+    return work.get_future().then(decompress)

@@ -4,6 +4,8 @@ The trainer resumes from checkpoints of this run, and removes only what it made.
 makes has the ID of the run, and the name and the inode of the directory. A copy has another inode, a renamed checkpoint
 another name, and a link is not a directory: these are the user's. So are directories of other programs, which have no
 such marker, and checkpoints of earlier versions of mpicomm, whose marker has only the step.
+
+Files are written under a temporary name and renamed: a file is complete or absent, also after a power failure.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import struct
 import uuid
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mpicomm import mpi
 from mpicomm.errors import CheckpointError
-from mpicomm.training import files
 
 COMPLETE = "COMPLETE"
 """The marker of a complete checkpoint, in JSON."""
@@ -145,7 +147,7 @@ class RunDirectory:
             FileExistsError: If a directory of that name exists which this run did not make.
         """
         # 1. give the content its name
-        files.sync(content)
+        sync(content)
         path, replaced = self.path / name, None
         if os.path.lexists(path):
             if not any(each.path == path and each.has_its_name for each in self._originals(COMPLETE, _INCOMPLETE)):
@@ -155,7 +157,7 @@ class RunDirectory:
             # Still marked, so that a complete checkpoint is left at any time.
             replaced = path.rename(path.with_name(f"{name}.{uuid.uuid4().hex}"))
         content.rename(path)
-        files.sync(self.path)
+        sync(self.path)
         # 2. mark it
         self._mark(path)
         if replaced is not None and (replaced / COMPLETE).exists():
@@ -164,7 +166,7 @@ class RunDirectory:
 
     def _mark(self, path: Path) -> None:
         (path / _INCOMPLETE).rename(path / COMPLETE)
-        files.sync(path)
+        sync(path)
 
     def remove_old(self, kept: Collection[str]) -> None:
         """Remove all but the newest `keep` checkpoints that this run made, and those in `kept`."""
@@ -187,7 +189,7 @@ class RunDirectory:
                     if not _TEMPORARY.fullmatch(path.name):
                         # Without its marker it would block the name.
                         path = path.rename(path.with_name(_temporary(path.name)))
-                    files.remove_tree(path, last=_INCOMPLETE)
+                    remove_tree(path, last=_INCOMPLETE)
             for path in self.path.glob(_PREFIX + "*"):
                 if _TEMPORARY.fullmatch(path.name):
                     _remove_empty(path)
@@ -272,7 +274,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def write(path: Path, content: bytes) -> None:
     """Write a file completely or not at all."""
-    files.write_whole(path, lambda file: file.write(content))
+    write_whole(path, lambda file: file.write(content))
 
 
 def _temporary(name: str) -> str:
@@ -282,7 +284,7 @@ def _temporary(name: str) -> str:
 def _remove_empty(path: Path) -> None:
     """Remove a directory without content: a job was killed after it created the directory, or before it removed it."""
     with contextlib.suppress(OSError):  # it has content, or is not a directory
-        unfinished = path / f"{_INCOMPLETE}{files.TEMPORARY_SUFFIX}"
+        unfinished = path / f"{_INCOMPLETE}{TEMPORARY_SUFFIX}"
         if [*path.iterdir()] == [unfinished]:
             unfinished.unlink()
         path.rmdir()
@@ -326,3 +328,62 @@ def _warning_on_failure(path: Path) -> Iterator[None]:
     except OSError as error:
         message = f"cannot remove {path} yet: {error}. The next save tries again; the newer checkpoints are complete."
         warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+TEMPORARY_SUFFIX = ".new"
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file under a temporary name in its directory, sync it, and rename it.
+
+    Args:
+        path: The file; an existing file is replaced.
+        write: Writes the content to the open file.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def sync(directory: Path) -> None:
+    """Sync the entries of a directory to disk (fsync)."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_tree(directory: Path, last: str) -> None:
+    """Remove a directory and as much of its content as possible.
+
+    Args:
+        directory: The directory.
+        last: The file that is removed when nothing else is left.
+
+    Raises:
+        OSError: If a file cannot be removed: on NFS, for example, a file that a process has open (EBUSY).
+    """
+    failures = []
+    for path in directory.iterdir():
+        if path.name != last:
+            try:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            except OSError as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+    if left := [path for path in directory.iterdir() if path.name != last]:  # NFS renames a removed file that is open
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), left[0])
+    (directory / last).unlink()
+    directory.rmdir()

@@ -18,12 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
 from mpicomm.session import World
-from mpicomm.training import batches, checkpoint, randomness, tensor_packing
+from mpicomm.training import batches, checkpoint, randomness
 from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
-from mpicomm.training.parallel import DDPModel, FSDPModel
-from mpicomm.training.precision import Precision
+from mpicomm.training.parallel import DDPModel, FSDPModel, Precision
 from mpicomm.training.step_metrics import LOSS, StepMetrics
 
 History = list[dict[str, float]]
@@ -129,7 +128,7 @@ def collect(parts: Parts, evaluating: Callable[[], AbstractContextManager[object
     """
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     shared = {"optimizer": type(parts.optimizer).__name__, "ranks": parts.world.size, **of_all_ranks(parts)}
-    of_callbacks = {name: tensor_packing.pack(each) for name, each in shared["callbacks"].items()}
+    of_callbacks = {name: checkpoint.pack(each) for name, each in shared["callbacks"].items()}
     shared["callbacks"] = {name: raw for name, (raw, _) in of_callbacks.items()}
     numbered = {name: _numbered(found) for name, (_, found) in of_callbacks.items() if found}
     content = {"model": model, "optimizer": optimizer, **({"callbacks": numbered} if numbered else {})}
@@ -145,7 +144,7 @@ def collect(parts: Parts, evaluating: Callable[[], AbstractContextManager[object
         "logged": sums,
         "hook": parts.wrapped.hook_state,
     }
-    return {**tensors, **checkpoint.packed({"run": shared, f"rank {parts.world.rank}": own})}
+    return {**tensors, **checkpoint.pickled({"run": shared, f"rank {parts.world.rank}": own})}
 
 
 def collect_replicated(parts: Parts) -> dict[str, Any]:
@@ -219,13 +218,13 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
     optimizer["state"] = {name: each for name, each in optimizer["state"].items() if name in with_state}
     weights = "training" if checkpoints.has_training_weights else "model"
     content: State = {weights: model, "optimizer": optimizer}
-    templates = {name: tensor_packing.pack(each)[1] for name, each in parts.callbacks.states().items()}
+    templates = {name: checkpoint.pack(each)[1] for name, each in parts.callbacks.states().items()}
     packed = run.get("callbacks", {})  # absent in checkpoints of earlier versions
     tensors = {name: checkpoints.empty_tensors(f"callbacks.{name}", templates.get(name, ())) for name in packed}
     if any(tensors.values()):
         content["callbacks"] = {name: each for name, each in tensors.items() if each}
     checkpoints.load(content)
-    run["callbacks"] = {name: tensor_packing.unpack(raw, [*tensors[name].values()]) for name, raw in packed.items()}
+    run["callbacks"] = {name: checkpoint.unpack(raw, [*tensors[name].values()]) for name, raw in packed.items()}
     set_state_dict(
         parts.wrapped.inner,
         parts.optimizer,

@@ -24,7 +24,6 @@ from mpicomm.training import (
     model_file,
     optimizers,
     parallel,
-    prediction,
     randomness,
     rank_sync,
     training_loop,
@@ -33,12 +32,11 @@ from mpicomm.training.assembly import Assembly, StepOptions
 from mpicomm.training.callbacks import Callback, CallbackList
 from mpicomm.training.data import SHARD, DataRank, DataSource, LoaderOptions, make_source
 from mpicomm.training.loggers import LoggerArgument
-from mpicomm.training.parallel import DDPModel, FSDPModel
-from mpicomm.training.precision import Precision
+from mpicomm.training.parallel import DDPModel, FSDPModel, Precision
 from mpicomm.training.preemption import StopRequest
 from mpicomm.training.recovering_calls import RecoveringCalls
 from mpicomm.training.reporting import Reporter, ReportOptions
-from mpicomm.training.run_limits import RunLimits
+from mpicomm.training.resumable_run import RunLimits
 from mpicomm.training.shard_replicas import ShardReplicas
 from mpicomm.training.state import History, Position
 from mpicomm.training.step_profile import ProfileOptions
@@ -627,7 +625,7 @@ class Trainer:
 
     def _predict(self, data: Any, shard: bool | None, *, has_targets: bool, all_ranks: bool) -> Any:
         with self._opened_outside_fit(data, shard, "predict", may_drop=False) as source:
-            return prediction.predict(self._assembly.step, source, has_targets=has_targets, all_ranks=all_ranks)
+            return evaluation.predict(self._assembly.step, source, has_targets=has_targets, all_ranks=all_ranks)
 
     def _export(self, path: str | os.PathLike[str]) -> None:
         if self._calls is not None:

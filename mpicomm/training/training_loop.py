@@ -31,8 +31,7 @@ from mpicomm.training.evaluation import Metric
 from mpicomm.training.preemption import StopRequest
 from mpicomm.training.recovering_calls import RecoveringCalls
 from mpicomm.training.reporting import Reporter, ReportOptions
-from mpicomm.training.resumable_run import ResumableRun
-from mpicomm.training.run_limits import RunLimits
+from mpicomm.training.resumable_run import ResumableRun, RunLimits
 from mpicomm.training.state import Parts, Position, evaluation_metrics
 from mpicomm.training.step_metrics import LOSS
 from mpicomm.training.step_profile import ProfileOptions, StepProfiler

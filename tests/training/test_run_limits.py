@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Subset
 
 import mpicomm
-from mpicomm.training.run_limits import RunLimits
+from mpicomm.training.resumable_run import RunLimits
 from mpicomm.training.trainer import Trainer
 from tests.training.job import digest
 from tests.training.test_checkpoints import complete, make_trainer
