@@ -267,6 +267,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a sharded tensor; another tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def share_buffers(model: nn.Module) -> None:
     """Broadcast the buffers of rank 0, whose statistics cover only its own samples (collective)."""
     for buffer in model.buffers():

@@ -59,7 +59,7 @@ class RecoveringCalls:
         """Whether a sharded model has lost its parameters, and no copies or checkpoint have restored them yet."""
 
         self._assembly, self._replicas, self._seed = assembly, replicas, seed
-        self._number = next_trainer()
+        self._number = next(_numbers)  # of this trainer in the program, from 0
         self._is_synchronized = False  # has the parameters that all ranks agreed on
         self._failures: list[Failure] = []  # since the last step
         self._results: list[Any] = []  # of the calls that all ranks have completed, in order
@@ -74,11 +74,13 @@ class RecoveringCalls:
         """Return the result of a collective call, which is run again after each recovery (collective)."""
         self._returned += 1
         if self._returned <= len(self._results):
-            result: T = self._results[self._returned - 1]
-            return result
-        result = self._completed(call)
-        self._results.append(copy.deepcopy(result))
-        return result
+            return cast("T", self._results[self._returned - 1])
+        while True:
+            outcome, failure = _attempted_by_all(call)
+            if failure is None:
+                self._results.append(copy.deepcopy(outcome))
+                return cast("T", outcome)
+            self._recover(failure)
 
     def begin(self) -> None:
         """Note that the run has started or resumed, with a state of its own or from a checkpoint (on all ranks)."""
@@ -124,21 +126,13 @@ class RecoveringCalls:
     def refresh_replicas(self, *, only_if_due: bool = False) -> None:
         """Refresh the copies of the shards, if the trainer has any (collective)."""
         if self._replicas is not None:
-            refresh = self._replicas.refresh_if_due if only_if_due else self._replicas.refresh
-            refresh(self._assembly.parts)
+            self._replicas.refresh(self._assembly.parts, only_if_due=only_if_due)
 
     def count_step(self) -> None:
         """Note that this rank has completed a step."""
         self.last_step_at = time.time()
         self._failures.clear()
         self.recovery = None
-
-    def _completed(self, call: Callable[[], T]) -> T:
-        while True:
-            result, failure = _attempted_by_all(call)
-            if failure is None:
-                return cast("T", result)
-            self._recover(failure)
 
     def _recover(self, failure: RankFailedError | None) -> None:
         """Enter the next world after a failure, and further ones if ranks fail meanwhile (collective)."""
@@ -155,12 +149,12 @@ class RecoveringCalls:
         progress = (self.has_begun, *self._assembly.position.progress) if self._is_synchronized else None
         has_joined = world.previous_rank is None
         held = () if self._replicas is None else self._replicas.held
-        mine = Standing(self._number, progress, self.last_step_at, tuple(self._failures), has_joined, held)
-        agreed = agree(mine)
+        own = Standing(self._number, progress, self.last_step_at, tuple(self._failures), has_joined, held)
+        agreed = decide(collectives.all_gather_object(own))
         send(agreed, self._collect, self._load, world.device)
         if self._assembly.is_sharded and (self.has_begun or self.has_lost_state):
             self.has_lost_state = self._replicas is None or not self._replicas.restore(
-                self._assembly.parts, agreed.held
+                self._assembly.parts, [standing.held for standing in agreed.standings]
             )
             self.has_begun = self.has_begun and not self.has_lost_state
         if self._replicas is not None and not self.has_begun and not self.has_lost_state:
@@ -235,11 +229,6 @@ Progress = tuple[int, ...]
 _numbers = itertools.count()
 
 
-def next_trainer() -> int:
-    """Return the number of the next trainer of this process, from 0."""
-    return next(_numbers)
-
-
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """Ranks that failed at one time."""
@@ -277,8 +266,8 @@ class Recovery:
             gap: The seconds without a complete step.
         """
         failed = "; ".join(
-            f"{hang_report.called(each.ranks)} on {', '.join(sorted(set(each.hosts)))} failed: {each.reason}"
-            for each in self.failures
+            f"{hang_report.called(failure.ranks)} on {', '.join(sorted(set(failure.hosts)))} failed: {failure.reason}"
+            for failure in self.failures
         )
         joined = f", {len(self.joined)} of them spares" if self.joined else ""
         return (
@@ -314,37 +303,32 @@ class Standing:
 class Agreement:
     """The result of the agreement: the rank that sends the newest state, and the ranks that lack it."""
 
+    standings: Sequence[Standing]
     source: int
     """The lowest rank that has the newest state."""
 
-    standing: Standing
-    """Of the rank `source`."""
+    @property
+    def ranks_without(self) -> tuple[int, ...]:
+        """The ranks that lack the newest state. A rank without any lacks it also if no rank has one."""
+        newest = self.standings[self.source].progress
+        return tuple(
+            rank
+            for rank, standing in enumerate(self.standings)
+            if rank != self.source and (standing.progress is None or standing.progress != newest)
+        )
 
-    ranks_without: tuple[int, ...]
-    """The ranks that lack the newest state."""
-
-    joined: tuple[int, ...]
-    """The spares that have just joined."""
-
-    held: Sequence[Sequence[Held]]
-    """The shards of a sharded model that each rank holds."""
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """The spares that have just joined."""
+        return tuple(rank for rank, standing in enumerate(self.standings) if standing.has_joined)
 
     def recovery(self, position: Position, size: int) -> Recovery | None:
         """Return the recovery since the last step; None if no rank has failed."""
-        failures, at = self.standing.failures, self.standing.last_step_at
+        failures, last_step_at = self.standings[self.source].failures, self.standings[self.source].last_step_at
         if not failures:
             return None
-        begun = failures[0].detected_at if at is None else at
+        begun = failures[0].detected_at if last_step_at is None else last_step_at
         return Recovery(failures, self.joined, size, dataclasses.replace(position), begun)
-
-
-def agree(mine: Standing) -> Agreement:
-    """Agree on the newest state of all ranks (collective).
-
-    Raises:
-        TrainingError: On every rank, if a spare has joined in another trainer of the program.
-    """
-    return decide(collectives.all_gather_object(mine))
 
 
 def decide(standings: Sequence[Standing]) -> Agreement:
@@ -353,9 +337,9 @@ def decide(standings: Sequence[Standing]) -> Agreement:
     If no rank has a state, the source is rank 0, whose parameters every new run takes over.
 
     Raises:
-        TrainingError: If the ranks are in different trainers of the program.
+        TrainingError: On every rank, if a spare has joined in another trainer of the program.
     """
-    numbers = sorted({each.trainer for each in standings})
+    numbers = sorted({standing.trainer for standing in standings})
     if len(numbers) > 1:
         raise raised_on_all_ranks(
             TrainingError(
@@ -364,19 +348,8 @@ def decide(standings: Sequence[Standing]) -> Agreement:
                 f"Create one Trainer per program if the job has spares; several calls of fit() are possible."
             )
         )
-    newest = max((each.progress for each in standings if each.progress is not None), default=None)
-    source = next(rank for rank, each in enumerate(standings) if each.progress == newest)
-    return Agreement(
-        source,
-        standings[source],
-        tuple(
-            rank
-            for rank, each in enumerate(standings)
-            if rank != source and (each.progress is None or each.progress != newest)
-        ),
-        tuple(rank for rank, each in enumerate(standings) if each.has_joined),
-        [each.held for each in standings],
-    )
+    newest = max((standing.progress for standing in standings if standing.progress is not None), default=None)
+    return Agreement(standings, [standing.progress for standing in standings].index(newest))
 
 
 def send(agreed: Agreement, collect: Callable[[], Any], load: Callable[[Any], None], device: torch.device) -> None:
@@ -395,7 +368,7 @@ def send(agreed: Agreement, collect: Callable[[], Any], load: Callable[[Any], No
         return
     rank = dist.get_rank()
     packed, tensors = checkpoint.pack(collect()) if rank == agreed.source else (b"", [])
-    kinds = [(each.shape, each.dtype, each.device.type) for each in tensors]
+    kinds = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
     packed, kinds = collectives.broadcast_object((packed, kinds), src=agreed.source)
     lacks = rank in agreed.ranks_without
     received = []

@@ -19,10 +19,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from mpicomm.training.parallel import FSDPModel
+from mpicomm.training.parallel import FSDPModel, local
 
 if TYPE_CHECKING:
     from mpicomm.training.trainer import Trainer
@@ -269,7 +268,7 @@ class EMA(Callback):
         """Start from the parameters of the model, unless a checkpoint contained the averages."""
         if not self._is_started:
             for average, parameter in zip(self._averages, _parameters(trainer), strict=True):
-                _local(average).copy_(_local(parameter))
+                local(average).copy_(local(parameter))
             self._is_started = True
 
     @torch.no_grad()
@@ -277,8 +276,8 @@ class EMA(Callback):
         """Update the averages, unless the step was skipped."""
         if not trainer.is_step_taken:
             return
-        parameters = [_local(each) for each in _parameters(trainer)]
-        self._update([_local(each) for each in self._averages], parameters, None)
+        parameters = [local(each) for each in _parameters(trainer)]
+        self._update([local(each) for each in self._averages], parameters, None)
 
     @contextlib.contextmanager
     def evaluating(self, trainer: Trainer) -> Iterator[None]:
@@ -296,7 +295,7 @@ class EMA(Callback):
     @torch.no_grad()
     def _exchange(self, trainer: Trainer) -> None:
         for average, parameter in zip(self._averages, _parameters(trainer), strict=False):  # no averages before fit()
-            mine, other = _local(average), _local(parameter)
+            mine, other = local(average), local(parameter)
             before = other.clone()
             other.copy_(mine)
             mine.copy_(before)
@@ -317,10 +316,6 @@ class EMA(Callback):
 def _parameters(trainer: Trainer) -> list[torch.Tensor]:
     """Return the parameters that can be averaged, in the order of the model."""
     return [each for each in trainer.wrapped.inner.parameters() if each.is_floating_point() or each.is_complex()]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # -- learning rates ----------------------------------------------------------------------------------------------------

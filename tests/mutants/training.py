@@ -334,8 +334,8 @@ finally:
     ),
     Mutant(
         "newest_complete",
-        old="len(found) == sizes[version]",
-        new="found",
+        old="len(of_version) == sizes[version]",
+        new="of_version",
         fault="A version of the shards counts as complete although a shard is lost.",
         tests="tests/unit/test_newest_state.py -k two_failed_neighbours",
     ),

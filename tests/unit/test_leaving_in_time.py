@@ -118,7 +118,7 @@ def test_the_scheduler_is_queried(squeue: Path) -> None:
     assert clock() is None
     assert (squeue.parent / "asked").read_text().splitlines()[0] == "--noheader --jobs 17 --format %L"
     assert preemption.scheduler_clock({}) is None
-    assert preemption.scheduler_clock({"SLURM_JOB_ID": "17", "PATH": ""}) is not None, "the command is looked for as ever"
+    assert preemption.scheduler_clock({"SLURM_JOB_ID": "17", "PATH": ""}) is not None
 
 
 def wait_until_queried_again(squeue: Path) -> None:
