@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -134,12 +133,7 @@ class DataSource(abc.ABC):
 
     def close(self) -> None:
         """Terminate the worker processes."""
-        shut_down = getattr(self._loaded, "_shutdown_workers", None)  # private: DataLoader's multi-process iterator
-        if shut_down is not None:
-            shut_down()
-        for worker in getattr(self._loaded, "_workers", ()):
-            if worker.is_alive():
-                worker.kill()  # SIGKILL, since workers ignore SIGTERM (_start_worker)
+        torch_internals.end_workers(self._loaded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -665,9 +659,8 @@ class LoaderSource(DataSource):
         self._order: _EpochOrder | None = None
         if self._loader is not loader and not isinstance(loader.dataset, IterableDataset):
             self._order = _EpochOrder(loader.batch_sampler)
-            # DataLoader refuses to set it; the copy draws the seeds of workers from a generator of its own.
-            self._loader.__dict__["batch_sampler"] = self._order
-            self._loader.generator = torch.Generator()
+            torch_internals.set_batch_sampler(self._loader, self._order)
+            self._loader.generator = torch.Generator()  # for the seeds of workers
         self.inexact = _inexact(loader, is_drawn=self._order is not None)
         self.order_settings = {
             "kind": self.layout["kind"],
@@ -794,10 +787,7 @@ def _counting(loader: DataLoader[Any]) -> DataLoader[Any]:
     """
     if type(loader) is not DataLoader or loader.batch_sampler is None:
         return loader
-    same = copy.copy(loader)  # shallow: shares the sampler and the dataset with the user's loader
-    same.collate_fn = functools.partial(_counted, loader.collate_fn)
-    same._iterator = None  # its persistent workers, if any, use the original collate_fn
-    return same
+    return torch_internals.copy_of_loader(loader, functools.partial(_counted, loader.collate_fn))
 
 
 def _grouped(loaded: Iterator[Any], number: int) -> Iterator[Step]:
