@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -13,11 +13,14 @@ import numpy as np
 
 from mpicomm.collective_ops import collectives
 from mpicomm.training import checkpoint, parallel, rank_sync, state
+from mpicomm.training.callbacks import Callback
 from mpicomm.training.checkpoint import Checkpoints
-from mpicomm.training.data import DataSource
+from mpicomm.training.data import DataSource, LoaderOptions
+from mpicomm.training.evaluation import Metric
 from mpicomm.training.preemption import Preempted, StopRequest, is_of_all_ranks
-from mpicomm.training.reporting import Reporter
+from mpicomm.training.reporting import Reporter, ReportOptions
 from mpicomm.training.state import Parts
+from mpicomm.training.step_profile import ProfileOptions
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -31,6 +34,42 @@ from typing import TypeVar
 from mpicomm import arguments
 from mpicomm.arguments import POSITIVE
 from mpicomm.training.state import Position
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopOptions:
+    """Arguments of `Trainer` that concern the loops."""
+
+    loader: LoaderOptions
+    checkpoint_dir: str | os.PathLike[str] | None
+    save_every: int | None
+    keep_checkpoints: int
+    stop_margin: float | None
+    log_every: int
+    check_every: int | None
+    schedule: str
+    skips: bool
+    """Whether steps whose loss is not finite are skipped."""
+
+    report: ReportOptions
+    profile: ProfileOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class FitCall:
+    """A call of `fit`. If ranks fail, its loops are opened again in the next world, with the same object."""
+
+    limits: RunLimits
+    stop_request: StopRequest
+    metrics: Mapping[str, Metric]
+    monitored: str
+    """The metric that ReduceLROnPlateau monitors."""
+
+    call: Callable[..., None]
+    """Calls a hook of the callbacks, a method of `Callback`, with the trainer and further arguments."""
+
+    evaluating: Callable[[], contextlib.AbstractContextManager[None]]
+    """Returns the context of the callbacks for an evaluation."""
 
 
 class Votes(NamedTuple):
@@ -105,14 +144,11 @@ class ResumableRun:
         self,
         parts: Parts,
         checkpoints: Checkpoints | None,
-        stop_request: StopRequest,
-        limits: RunLimits,
-        on_checkpoint: Callable[[Path], None],
-        evaluating: Callable[[], contextlib.AbstractContextManager[object]],
+        fit_call: FitCall,
     ) -> None:
-        self.checkpoints, self._evaluating = checkpoints, evaluating
-        self.stop_request, self._limits, self._on_checkpoint = stop_request, limits, on_checkpoint
-        self.can_stop = checkpoints is not None or limits.is_voted
+        self.checkpoints = checkpoints
+        self._fit_call, self._limits, self._stop_request = fit_call, fit_call.limits, fit_call.stop_request
+        self.can_stop = checkpoints is not None or self._limits.is_voted
         """Whether a rank can stop or end the run."""
 
         self.vote: StepVote | None = None  # set if `can_stop`, or if ranks vote on skipping or share the step
@@ -154,7 +190,7 @@ class ResumableRun:
         if self.vote is not None:
             is_stopping, has_failed = False, False
             if self.checkpoints is not None:
-                is_stopping, has_failed = self.stop_request.why is not None, self.checkpoints.has_failed
+                is_stopping, has_failed = self._stop_request.why is not None, self.checkpoints.has_failed
             self.vote.start([*Votes(is_stopping, has_failed, self._limits.requests_end, not is_finite), *numbers])
 
     def votes(self) -> tuple[Votes, list[float]]:
@@ -209,7 +245,7 @@ class ResumableRun:
                 self._warn(self.inexact)
             reporter.write("checkpoint", position)
             self.checkpoints.kept = kept
-            content = state.collect(self._parts, self._evaluating if is_measured else None)
+            content = state.collect(self._parts, self._fit_call.evaluating if is_measured else None)
             self.checkpoints.save(position.name, position.step, content, wait=wait)
             self._unreported = self.checkpoints.directory / position.name
         if wait:
@@ -230,12 +266,12 @@ class ResumableRun:
         self.checkpoints.wait()
         if self._unreported is not None:
             path, self._unreported = self._unreported, None
-            self._on_checkpoint(path)
+            self._fit_call.call(Callback.on_checkpoint, path)
 
     def stop(self, reporter: Reporter) -> NoReturn:
         """Save a checkpoint, and raise `Preempted` (collective)."""
         position = self._parts.position
-        why = rank_sync.reasons(self.stop_request.why)
+        why = rank_sync.reasons(self._stop_request.why)
         self.save(reporter, wait=True)
         line = f"{why}: stopped at step {position.step} after saving a checkpoint; start the run again to resume"
         reporter.write("preempted", position, line, why=why)
@@ -250,40 +286,24 @@ class ResumableRun:
 
 
 @contextlib.contextmanager
-def opened(
-    directory: str | os.PathLike[str] | None,
-    keep: int,
-    stop_margin: float | None,
-    parts: Parts,
-    stop_request: StopRequest,
-    limits: RunLimits,
-    on_checkpoint: Callable[[Path], None],
-    evaluating: Callable[[], contextlib.AbstractContextManager[object]],
-    *,
-    skips: bool,
-    recovers: bool,
-) -> Iterator[ResumableRun]:
-    """Open the checkpoints in a directory, and react to signals and the end of the allocation in a block (collective).
+def opened(fit_call: FitCall, options: LoopOptions, parts: Parts, *, recovers: bool) -> Iterator[ResumableRun]:
+    """Open the checkpoints of a run, and react to signals and the end of the allocation in a block (collective).
 
     Args:
-        directory: The directory; None for a run without checkpoints.
-        keep: The number of checkpoints to keep.
-        stop_margin: Seconds before the end of the allocation at which to stop; None disables this.
+        fit_call: The call of `fit`.
+        options: The arguments of the trainer.
         parts: The objects whose state a checkpoint contains.
-        stop_request: The stop request of this rank.
-        limits: The limits of the run, and this rank's request to end it.
-        on_checkpoint: Called with each complete checkpoint.
-        evaluating: Returns the context of the callbacks for an evaluation.
-        skips: Whether the ranks vote on skipping steps whose loss is not finite.
         recovers: Whether training continues after a rank has failed.
     """
     world, checkpoints = parts.world, None
     with contextlib.ExitStack() as stack:
-        if directory is not None:
+        if options.checkpoint_dir is not None:
+            directory, keep = options.checkpoint_dir, options.keep_checkpoints
             checkpoints = stack.enter_context(checkpoint.opened(directory, keep, world.device))
-            stack.enter_context(stop_request.handling_signals(stop_margin, polls_scheduler=world.rank == 0))
-        run = ResumableRun(parts, checkpoints, stop_request, limits, on_checkpoint, evaluating)
-        if run.can_stop or skips or recovers:
+            handling = fit_call.stop_request.handling_signals(options.stop_margin, polls_scheduler=world.rank == 0)
+            stack.enter_context(handling)
+        run = ResumableRun(parts, checkpoints, fit_call)
+        if run.can_stop or options.skips or recovers:
             run.vote = stack.enter_context(StepVote(world.comm, recovers=recovers))
         yield run
 

@@ -181,7 +181,7 @@ def _copied(parts: Parts) -> tuple[_Description, list[torch.Tensor]]:
 
 def _tensors_in(content: Mapping[str, Any]) -> list[tuple[tuple[str, ...], torch.Tensor]]:
     """Return the tensors of a model and an optimizer, with their names."""
-    values = [(("model", name), value) for name, value in content["model"].items()]
+    values: list[tuple[tuple[str, ...], Any]] = [(("model", name), value) for name, value in content["model"].items()]
     for name, of_parameter in content["optimizer"]["state"].items():
         values += [(("optimizer", name, key), value) for key, value in of_parameter.items()]
     return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]

@@ -36,11 +36,10 @@ from mpicomm.training.parallel import DDPModel, FSDPModel, Precision
 from mpicomm.training.preemption import StopRequest
 from mpicomm.training.recovering_calls import RecoveringCalls
 from mpicomm.training.reporting import Reporter, ReportOptions
-from mpicomm.training.resumable_run import RunLimits
+from mpicomm.training.resumable_run import FitCall, LoopOptions, RunLimits
 from mpicomm.training.shard_replicas import ShardReplicas
 from mpicomm.training.state import History, Position
 from mpicomm.training.step_profile import ProfileOptions
-from mpicomm.training.training_loop import FitCall, LoopOptions
 from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")

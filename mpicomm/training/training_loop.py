@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -26,52 +24,14 @@ from mpicomm.training import (
 )
 from mpicomm.training.assembly import Assembly
 from mpicomm.training.callbacks import Callback
-from mpicomm.training.data import DataSource, LoaderOptions, Step
-from mpicomm.training.evaluation import Metric
-from mpicomm.training.preemption import StopRequest
+from mpicomm.training.data import DataSource, Step
 from mpicomm.training.recovering_calls import RecoveringCalls
-from mpicomm.training.reporting import Reporter, ReportOptions
-from mpicomm.training.resumable_run import ResumableRun, RunLimits
+from mpicomm.training.reporting import Reporter
+from mpicomm.training.resumable_run import FitCall, LoopOptions, ResumableRun
 from mpicomm.training.state import Parts, Position, evaluation_metrics
 from mpicomm.training.step_metrics import LOSS
-from mpicomm.training.step_profile import ProfileOptions, StepProfiler
+from mpicomm.training.step_profile import StepProfiler
 from mpicomm.training.training_step import TrainingStep
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopOptions:
-    """Arguments of `Trainer` that concern the loops."""
-
-    loader: LoaderOptions
-    checkpoint_dir: str | os.PathLike[str] | None
-    save_every: int | None
-    keep_checkpoints: int
-    stop_margin: float | None
-    log_every: int
-    check_every: int | None
-    schedule: str
-    skips: bool
-    """Whether steps whose loss is not finite are skipped."""
-
-    report: ReportOptions
-    profile: ProfileOptions
-
-
-@dataclasses.dataclass(frozen=True)
-class FitCall:
-    """A call of `fit`. If ranks fail, its loops are opened again in the next world, with the same object."""
-
-    limits: RunLimits
-    stop_request: StopRequest
-    metrics: Mapping[str, Metric]
-    monitored: str
-    """The metric that ReduceLROnPlateau monitors."""
-
-    call: Callable[..., None]
-    """Calls a hook of the callbacks, a method of `Callback`, with the trainer and further arguments."""
-
-    evaluating: Callable[[], contextlib.AbstractContextManager[None]]
-    """Returns the context of the callbacks for an evaluation."""
 
 
 @dataclasses.dataclass
@@ -338,20 +298,7 @@ def opened(
     fit_call.limits.is_save_requested = False
     fit_call.call(Callback.on_setup)
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(
-            resumable_run.opened(
-                options.checkpoint_dir,
-                options.keep_checkpoints,
-                options.stop_margin,
-                parts,
-                fit_call.stop_request,
-                fit_call.limits,
-                functools.partial(fit_call.call, Callback.on_checkpoint),
-                fit_call.evaluating,
-                skips=options.skips,
-                recovers=calls is not None,
-            )
-        )
+        run = stack.enter_context(resumable_run.opened(fit_call, options, parts, recovers=calls is not None))
         run.inexact = train.inexact
         continues = calls is not None and calls.has_begun
         if continues:

@@ -95,7 +95,7 @@ finally:
     ),
     Mutant(
         "ResumableRun.save",
-        old="self._evaluating if is_measured else None",
+        old="self._fit_call.evaluating if is_measured else None",
         new="None",
         fault="The best checkpoint has the weights of training, not the averages that were evaluated.",
         tests="tests/training/test_callbacks.py -k 'weights_that_were_measured and ddp'",
@@ -1146,8 +1146,8 @@ synchronize()
     ),
     Mutant(
         "ResumableRun.stop",
-        old="rank_sync.reasons(self.stop_request.why)",
-        new="self.stop_request.why",
+        old="rank_sync.reasons(self._stop_request.why)",
+        new="self._stop_request.why",
         fault="Preempted has no reason on the ranks that did not receive the signal.",
         tests="tests/training/test_checkpoints.py -k signal_to_one_rank",
         ranks=2,
