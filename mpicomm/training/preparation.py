@@ -137,10 +137,7 @@ class PreparedLoader:
         last = Step([])
 
         def padding() -> Step:
-            material = last if last.batches else self._source.first()
-            if not material.batches:
-                raise rank_sync.no_data()
-            return material.as_padding()
+            return rank_sync.padding(self._source, last, self._world.device)
 
         steps = self._source.steps(epoch, 0, 0)
         for step, count in rank_sync.aligned_steps(self._source, steps, padding, Clock(self._world.device)):

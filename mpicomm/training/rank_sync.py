@@ -13,6 +13,7 @@ import torch.distributed as dist
 from mpicomm import agreement
 from mpicomm.collective_ops import collectives, group_argument
 from mpicomm.errors import TrainingError, raised_on_all_ranks
+from mpicomm.training import randomness
 from mpicomm.training.data import DataSource, Step
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.watchdog import hang_report
@@ -120,7 +121,7 @@ def aligned_steps(
     steps: Iterator[Step],
     padding: Callable[[], Step],
     clock: Clock,
-    prepare: Callable[[], None] = lambda: None,
+    prepare: Callable[[], None] | None = None,
 ) -> Iterator[tuple[Step, int]]:
     """Yield steps with the same number of batches on all ranks, until no rank has samples left (collective).
 
@@ -137,7 +138,8 @@ def aligned_steps(
     while True:
         # 1. load the step, and agree on its number of samples
         clock.start()
-        prepare()
+        if prepare is not None:
+            prepare()
         step = next(steps, Step([]))
         clock.add("data")
         count = step.total
@@ -218,6 +220,25 @@ def _check_first_samples(source: DataSource, found: Sequence[tuple[str, list[byt
             f"Set num_workers=1, or pass a DataLoader of the dataset, which is used unchanged."
         )
     raise raised_on_all_ranks(TrainingError(message))
+
+
+def padding(source: DataSource, last: Step, device: torch.device) -> Step:
+    """Return a step of padding for a rank without samples in a step in which other ranks have some.
+
+    Args:
+        source: The data, whose first batch is the padding if there is no last step.
+        last: The last step of this rank; an empty one if it has taken none.
+        device: The device of this rank, whose random number generators do not change.
+
+    Raises:
+        ValueError: If this rank has no data at all.
+    """
+    if not last.batches:
+        with randomness.preserved(device):
+            last = source.first()
+    if not last.batches:
+        raise no_data()
+    return last.as_padding()
 
 
 def no_data() -> ValueError:

@@ -88,7 +88,8 @@ class StepMetrics:
 
     def begin_batch(self, count: int) -> None:
         """Start a batch of `count` samples."""
-        self._keep()  # the values that were logged after the last batch
+        if self._of_batch:  # logged after the last batch
+            self._keep()
         self._weight = count
 
     def end_batch(self, step: int, batch: Batch, loss: torch.Tensor) -> bool:
@@ -110,7 +111,8 @@ class StepMetrics:
                 self._of_batch.clear()
                 return False
             self._add(LOSS, value * batch.count, batch.count)
-        self._keep()
+        if self._of_batch:
+            self._keep()
         return True
 
     def check(self) -> None:

@@ -139,7 +139,13 @@ class TrainingLoop:
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
         position.data = rank_sync.begin_epoch(train, position.data if position.steps_of_epoch else ())
         self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
-        aligned = rank_sync.aligned_steps(train, steps, self._padding, self.reporter.clock, self._seed_step)
+        aligned = rank_sync.aligned_steps(
+            train,
+            steps,
+            lambda: rank_sync.padding(train, self._last_step, self.parts.world.device),
+            self.reporter.clock,
+            None if self.calls is None else lambda: self._seed("step", position.step),
+        )
         remaining = limits.remaining(aligned, position)
         for step, count in remaining:
             self._take_step(step, count)
@@ -196,20 +202,6 @@ class TrainingLoop:
             self.run.stop(self.reporter)
         self.profiler.count(step)
 
-    def _padding(self) -> Step:
-        """Return a step of padding for a rank without samples in a step in which other ranks have some.
-
-        Raises:
-            ValueError: If this rank has no data at all.
-        """
-        last = self._last_step
-        if not last.batches:  # no step of this rank has been taken in this call and world
-            with randomness.preserved(self.parts.world.device):
-                last = self.train.first()
-        if not last.batches:
-            raise rank_sync.no_data()
-        return last.as_padding()
-
     # -- evaluations -------------------------------------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> None:
@@ -248,9 +240,6 @@ class TrainingLoop:
         """Seed the generators for a point of the run, if this point may be repeated, or run by a spare."""
         if self.calls is not None:
             self.calls.seed_at(where, number)
-
-    def _seed_step(self) -> None:
-        self._seed("step", self.position.step)
 
     def _count_step(self) -> None:
         """Note that this rank has completed a step of training or of an evaluation."""

@@ -57,7 +57,9 @@ class TrainingStep:
         returns_loss = self.loss_fn is None
         content = batches.moved(batch.content, self._device)
         call = batches.call_of(content, None if returns_loss else self._target_key)
-        self._check_first(call)
+        if self._is_first_call:
+            batches.check_call(self._wrapped.inner, call)
+            self._is_first_call = False
         with self.parts.precision.arithmetic():
             outputs = model(*call.args, **call.kwargs)
             loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, call.targets)
@@ -98,7 +100,9 @@ class TrainingStep:
         returns_loss = self.loss_fn is None and self._own_step is None
         target_key = self._target_key if has_targets and not returns_loss else None
         call = batches.call_without_targets(content, target_key)
-        self._check_first(call)
+        if self._is_first_call:
+            batches.check_call(self._wrapped.inner, call)
+            self._is_first_call = False
         with self.parts.precision.arithmetic():
             return model(*call.args, **call.kwargs)
 
@@ -154,11 +158,6 @@ class TrainingStep:
             self._restore_buffers(self._buffers)
         self._buffers = []
         self.parts.optimizer.zero_grad(set_to_none=True)
-
-    def _check_first(self, call: batches.Call) -> None:
-        if self._is_first_call:
-            batches.check_call(self._wrapped.inner, call)
-            self._is_first_call = False
 
     def _warm_up(self, batch: Batch) -> None:
         """Run the model once before the first step, and restore its buffers and the generators (collective)."""
