@@ -15,10 +15,10 @@ from mpicomm.session import World
 from mpicomm.training import parallel
 from mpicomm.training.batches import LossFunction, OwnStep
 from mpicomm.training.callbacks import CallbackList
-from mpicomm.training.parallel import ModelTemplate, ParallelOptions, Precision
+from mpicomm.training.parallel import ModelTemplate, ParallelOptions
 from mpicomm.training.state import Parts, Position
 from mpicomm.training.step_metrics import StepMetrics
-from mpicomm.training.training_step import TrainingStep
+from mpicomm.training.training_step import Precision, TrainingStep
 
 
 @dataclasses.dataclass(frozen=True)

@@ -219,7 +219,7 @@ class Checkpoints:
             reason = f"rank {rank}: {why}"
             # Free the buffers of the failed write: in a reference cycle they crash Python 3.12.0 and 3.12.1
             # (python/cpython#111211).
-            for failed in (error, *[each for each, _ in error.failures.values()]):
+            for failed in (error, *[failure for failure, _ in error.failures.values()]):
                 traceback.clear_frames(failed.__traceback__)
             return reason
         return ""
@@ -298,16 +298,16 @@ class Checkpoints:
             templates: Tensors whose sharding and device to use, where shape and dtype fit. The others are whole tensors
                 on the CPU.
         """
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for number in itertools.count():
             about = self._contents.get(f"{prefix}.{number}")
             if not isinstance(about, TensorStorageMetadata):
-                return found
+                return tensors
             template = templates[number] if number < len(templates) else None
             if template is None or (template.shape, template.dtype) != (about.size, about.properties.dtype):
                 template = torch.empty(about.size, dtype=about.properties.dtype)
-            found[str(number)] = torch.empty_like(template)
-        return found
+            tensors[str(number)] = torch.empty_like(template)
+        return tensors
 
     @property
     def has_training_weights(self) -> bool:
@@ -331,11 +331,15 @@ class Checkpoints:
             CheckpointError: On every rank, if a parameter or buffer is missing or of another shape or dtype. The
                 message names the first one.
         """
-        here = {name: (tuple(each.shape), each.dtype) for name, each in model.items() if isinstance(each, torch.Tensor)}
+        here = {
+            name: (tuple(tensor.shape), tensor.dtype)
+            for name, tensor in model.items()
+            if isinstance(tensor, torch.Tensor)
+        }
         there = {
-            name.removeprefix("model."): (tuple(each.size), each.properties.dtype)
-            for name, each in self._contents.items()
-            if name.startswith("model.") and isinstance(each, TensorStorageMetadata)
+            name.removeprefix("model."): (tuple(tensor.size), tensor.properties.dtype)
+            for name, tensor in self._contents.items()
+            if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)
         }
         if here == there:
             return
@@ -366,20 +370,20 @@ def opened(directory: str | os.PathLike[str], keep: int, device: torch.device) -
 
 def pickled(objects: Mapping[str, Any]) -> State:
     """Return objects in the form in which a state contains them: pickled, under `object.<name>`."""
-    return {f"object.{name}": pickle.dumps(each) for name, each in objects.items()}
+    return {f"object.{name}": pickle.dumps(content) for name, content in objects.items()}
 
 
 def _unreadable(path: Path, rank: int, why: str) -> CheckpointError:
     """Return the error for a checkpoint whose metadata cannot be read."""
-    mine, writer = str(torch.__version__), json.loads((path / run_directory.COMPLETE).read_text()).get("torch")
-    what = f"cannot read the checkpoint {path}: rank {rank}: {why}."
-    if mine == writer:
-        return CheckpointError(f"{what}\nRemove that directory to resume from the previous checkpoint.")
+    own, writer = str(torch.__version__), json.loads((path / run_directory.COMPLETE).read_text()).get("torch")
+    message = f"cannot read the checkpoint {path}: rank {rank}: {why}."
+    if own == writer:
+        return CheckpointError(f"{message}\nRemove that directory to resume from the previous checkpoint.")
     its, install = ("an unknown version of torch", "")
     if writer is not None:
         its, install = f"torch {writer}", f" (pip install torch=={writer.split('+')[0]})"
     return CheckpointError(
-        f"{what}\nThe checkpoint was written by {its}, which torch {mine} may be unable to read.\n"
+        f"{message}\nThe checkpoint was written by {its}, which torch {own} may be unable to read.\n"
         f"Resume the run with that version of torch{install}, or remove that directory to resume from the previous "
         f"checkpoint."
     )
@@ -393,9 +397,9 @@ def _probe(token: Path, rank: int) -> None:
     """Check that this rank sees the file of rank 0, and can write to the same directory."""
     if not mpi.poll(token.exists, _VISIBLE_SECONDS, longest_pause=0.1):
         raise OSError("a file that rank 0 created in it is not visible on this rank")
-    mine = token.with_suffix(f".{rank}")
-    run_directory.write(mine, b"mpicomm")
-    mine.unlink()
+    path = token.with_suffix(f".{rank}")
+    run_directory.write(path, b"mpicomm")
+    path.unlink()
 
 
 def _nothing() -> None:

@@ -66,8 +66,8 @@ class Step:
     """The batches of one rank in one optimizer step."""
 
     batches: Sequence[Batch]
-    total: int | None = None
-    """The number of samples of all ranks in this step; None if it requires communication."""
+    total: int = 0
+    """The number of samples of all ranks in this step; 0 until `rank_sync.aligned_steps` has added them up."""
 
     @property
     def count(self) -> int:
@@ -311,12 +311,12 @@ class EpochPartition:
 
         All ranks have the same number of batches, whose lengths differ by at most one.
         """
-        mine = range(start + rank, end, self.size)
+        own = range(start + rank, end, self.size)
         least = (end - start) // self.size
         number = max(1, min(self.grad_accum_steps, -(-(end - start) // (self.size * self.batch_size)), least))
-        edges = [len(mine) * each // number for each in range(number + 1)]
-        shares = [mine[low:high] for low, high in itertools.pairwise(edges)]
-        return [slice(each.start, each.stop, each.step) for each in shares]
+        edges = [len(own) * edge // number for edge in range(number + 1)]
+        shares = [own[low:high] for low, high in itertools.pairwise(edges)]
+        return [slice(share.start, share.stop, share.step) for share in shares]
 
 
 class IndexedSource(DataSource):
@@ -445,8 +445,8 @@ class IndexedSource(DataSource):
         order = self.order(epoch).numpy()  # slicing takes half the time of slicing a tensor
         for start, end in self.partition.bounds(consumed):
             batches = self.partition.batches(start, end, self._rank)
-            for number, each in enumerate(batches, start=1):
-                samples = order[each].tolist()
+            for number, positions in enumerate(batches, start=1):
+                samples = order[positions].tolist()
                 total = end - start if number == len(batches) else None
                 # A rank without samples in this batch loads one as padding, with a count of 0.
                 yield Indices(epoch, samples or [int(order[start])], len(samples), total)
@@ -485,7 +485,7 @@ class _Rows(Dataset[Any]):
 
     def __getitems__(self, indices: Indices) -> list[torch.Tensor]:
         """Return the tensors of a batch."""
-        return [each[indices.samples] for each in self._tensors]
+        return [tensor[indices.samples] for tensor in self._tensors]
 
 
 def _unchanged(batch: Any) -> Any:
@@ -510,7 +510,7 @@ class _Reproducible(Dataset[Any]):
             randomness.seed_all(_mixed(self._seed, indices.epoch, 1 + samples[0]))
         if (many := getattr(self._dataset, "__getitems__", None)) is not None:
             return many(samples)
-        return [self._dataset[each] for each in samples]
+        return [self._dataset[sample] for sample in samples]
 
 
 def _seed_of(options: LoaderOptions, place: DataRank) -> int:
@@ -711,9 +711,11 @@ class _EpochOrder:
         self._batch_sampler = batch_sampler
         self.epoch = self.start = self.seed = 0
         parts = (batch_sampler, getattr(batch_sampler, "sampler", None))
-        found = [getattr(part, "generator", None) for part in parts]
+        generators = [getattr(part, "generator", None) for part in parts]
         self._generators = [
-            (each, each.initial_seed(), each.get_state()) for each in found if isinstance(each, torch.Generator)
+            (generator, generator.initial_seed(), generator.get_state())
+            for generator in generators
+            if isinstance(generator, torch.Generator)
         ]
 
     def __iter__(self) -> Iterator[Any]:
@@ -792,7 +794,7 @@ def _counting(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def _grouped(loaded: Iterator[Any], number: int) -> Iterator[Step]:
     """Return steps of `number` batches each; the last step has the remaining ones."""
-    while of_step := [_batch(each) for each in itertools.islice(loaded, number)]:
+    while of_step := [_batch(loaded_batch) for loaded_batch in itertools.islice(loaded, number)]:
         yield Step(of_step)
 
 

@@ -14,7 +14,6 @@ from mpicomm.errors import TrainingError, raised_on_all_ranks
 from mpicomm.training import rank_sync
 from mpicomm.training.data import DataSource, Step
 from mpicomm.training.parallel import FSDPModel
-from mpicomm.training.step_metrics import Clock
 from mpicomm.training.training_step import TrainingStep
 from mpicomm.watchdog import hang_report
 
@@ -25,7 +24,7 @@ METRICS = Expected(
     "a mapping of names to functions",
     lambda metrics: isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics),
     "a mapping of names to functions of the outputs and the targets",
-    lambda metrics: all(callable(each) for each in metrics.values()),
+    lambda metrics: all(callable(metric) for metric in metrics.values()),
     'Pass for example {"accuracy": lambda outputs, labels: outputs.argmax(dim=1) == labels}.',
 ).or_none()
 
@@ -53,7 +52,7 @@ def evaluate(
     """
     averages = Averages(metrics, training_step.parts.world.device)
     with training_step.parts.wrapped.evaluating() as model:
-        for step, _ in itertools.islice(aligned(training_step, source), limit):
+        for step in itertools.islice(aligned(training_step, source), limit):
             for batch in step.batches:
                 loss, outputs, targets = training_step.forward(model, batch)
                 if batch.count:
@@ -63,7 +62,7 @@ def evaluate(
     return averages.reduce()
 
 
-def aligned(training_step: TrainingStep, source: DataSource) -> Iterator[tuple[Step, int]]:
+def aligned(training_step: TrainingStep, source: DataSource) -> Iterator[Step]:
     """Yield the steps of data as `rank_sync.aligned_steps`, for passes without gradients (collective).
 
     Raises:
@@ -78,12 +77,11 @@ def aligned(training_step: TrainingStep, source: DataSource) -> Iterator[tuple[S
             raise rank_sync.no_data()
         return last.as_padding()
 
-    clock = Clock(training_step.parts.world.device)
     steps = source.steps(0, 0, 0)
     rank_sync.begin_epoch(source)
-    for step, count in rank_sync.aligned_steps(source, steps, padding, clock):
+    for step in rank_sync.aligned_steps(source, steps, padding):
         last = step
-        yield step, count
+        yield step
 
 
 class Averages:
@@ -116,7 +114,7 @@ class Averages:
 
     def reduce(self) -> tuple[dict[str, float], int]:
         """Return the means over the samples of all ranks, and the number of these samples (collective)."""
-        sums = [each.item() for each in self._sums.values()]
+        sums = [total.item() for total in self._sums.values()]
         *totals, count = rank_sync.reduced([*sums, self.count])
         return {name: total / max(count, 1) for name, total in zip(self._sums, totals, strict=True)}, int(count)
 
@@ -145,9 +143,9 @@ def predict(training_step: TrainingStep, source: DataSource, *, has_targets: boo
         TrainingError: On every rank, if the outputs of the ranks have different structures.
     """
     world = training_step.parts.world
-    found = _Outputs()
+    collected = _Outputs()
     with training_step.parts.wrapped.evaluating() as model:
-        for number, (step, _) in enumerate(aligned(training_step, source)):
+        for number, step in enumerate(aligned(training_step, source)):
             for batch in step.batches:
                 outputs = training_step.outputs(model, batch, has_targets=has_targets)
                 if batch.count:
@@ -155,8 +153,8 @@ def predict(training_step: TrainingStep, source: DataSource, *, has_targets: boo
                     # turns. Without shared data, the samples of rank 0 come first, then those of rank 1, and so on.
                     turn = number * world.size + world.rank if source.is_shared else world.rank
                     places = torch.tensor(batch.indices) if batch.indices is not None else _repeated(turn, batch.count)
-                    found.add(outputs, batch.count, places)
-    return _collected(found, all_ranks=all_ranks)
+                    collected.add(outputs, batch.count, places)
+    return _collected(collected, all_ranks=all_ranks)
 
 
 def _repeated(place: int, count: int) -> torch.Tensor:
@@ -211,9 +209,9 @@ def _without_loss(outputs: Any) -> Any:
     if not isinstance(outputs, Mapping):
         return outputs
     return {
-        name: each
-        for name, each in outputs.items()
-        if not (name == "loss" and isinstance(each, torch.Tensor) and not each.dim())
+        name: output
+        for name, output in outputs.items()
+        if not (name == "loss" and isinstance(output, torch.Tensor) and not output.dim())
     }
 
 
@@ -232,11 +230,11 @@ def _check(leaves: Sequence[Any], count: int) -> None:
             )
 
 
-def _collected(found: _Outputs, *, all_ranks: bool) -> Any:
+def _collected(own: _Outputs, *, all_ranks: bool) -> Any:
     """Gather the outputs of all ranks, and order them (collective)."""
     # 1. compare the layouts; a rank without samples has none
-    layouts = collectives.all_gather_object(found.layout)
-    ranks = [rank for rank, each in enumerate(layouts) if each is not None]
+    layouts = collectives.all_gather_object(own.layout)
+    ranks = [rank for rank, of_rank in enumerate(layouts) if of_rank is not None]
     layout = layouts[ranks[0]] if ranks else None
     if layout is None:
         raise raised_on_all_ranks(
@@ -253,12 +251,12 @@ def _collected(found: _Outputs, *, all_ranks: bool) -> Any:
         )
     # 2. gather the tensors
     control = group_argument.resolve(None, "predict").control
-    mine = [each.to(control) for each in found.tensors(layout)]
-    gathered = collectives.all_gather(mine) if all_ranks else collectives.gather(mine, dst=0)
+    tensors = [tensor.to(control) for tensor in own.tensors(layout)]
+    gathered = collectives.all_gather(tensors) if all_ranks else collectives.gather(tensors, dst=0)
     if gathered is None:
         return None
     # 3. order the samples: stable, since the samples of a batch may have one place
-    places, *columns = [torch.cat([each.cpu() for each in parts]) for parts in zip(*gathered, strict=True)]
+    places, *columns = [torch.cat([part.cpu() for part in parts]) for parts in zip(*gathered, strict=True)]
     order = places.argsort(stable=True)
     ordered: Iterator[torch.Tensor] = iter([column[order] for column in columns])
     return pytree.unflatten(layout[0], ordered)

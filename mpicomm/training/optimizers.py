@@ -35,7 +35,7 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     _MODEL.check(model, "model")
     _OPTIMIZER.check(optimizer, "optimizer")
     known = set(model.parameters())
-    if not all(each in known for group in optimizer.param_groups for each in group["params"]):
+    if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
             "the optimizer has parameters that do not belong to the model.\n"
             "Create the optimizer from model.parameters()."
@@ -159,7 +159,11 @@ def _required_of_step(steps: Any) -> str:
     except (AttributeError, TypeError, ValueError):
         return ""
     empty, named = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [each.name for each in parameters.values() if each.default is empty and each.kind not in named]
+    required = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.default is empty and parameter.kind not in named
+    ]
     return ", ".join(map(repr, required[1:]))
 
 
@@ -168,7 +172,11 @@ def _required_of_step(steps: Any) -> str:
 
 _OPTIMIZERS = arguments.Expected(
     "a non-empty list of optimizers",
-    lambda each: isinstance(each, list) and bool(each) and all(isinstance(one, torch.optim.Optimizer) for one in each),
+    lambda value: (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in value)
+    ),
     remedy="Pass for example [torch.optim.AdamW(model.a.parameters()), torch.optim.SGD(model.b.parameters())].",
 )
 
@@ -199,15 +207,15 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """
         _OPTIMIZERS.check(optimizers, "optimizers", "CombinedOptimizer")
         self._optimizers = list(optimizers)
-        super().__init__([group for each in self._optimizers for group in each.param_groups], {})
+        super().__init__([group for optimizer in self._optimizers for group in optimizer.param_groups], {})
         self._share()
 
     def _share(self) -> None:
         """Let the optimizers use the parameter groups and the state of this one."""
         groups = iter(self.param_groups)
-        for each in self._optimizers:
-            each.param_groups = [next(groups) for _ in each.param_groups]
-            each.state = self.state
+        for optimizer in self._optimizers:
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+            optimizer.state = self.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all optimizers.
@@ -217,8 +225,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise TypeError("CombinedOptimizer.step() takes no closure, got one.\nCompute the loss before step().")
-        for each in self._optimizers:
-            each.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state.

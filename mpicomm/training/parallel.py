@@ -1,4 +1,4 @@
-"""How a model computes on the ranks: replicated (DDP) or sharded (FSDP2), its precision, compression of gradients.
+"""Parallel strategies: replicated (DDP) or sharded (FSDP2) models, and the compression of gradients.
 
 This module must not use `from __future__ import annotations`: DDP compares the annotations of a hook with types.
 """
@@ -51,6 +51,9 @@ class ParallelOptions:
 class DDPModel:
     """The model replicated on every rank with DistributedDataParallel, which overlaps all-reduce and backward pass."""
 
+    broadcasts_buffers = True
+    """Whether a forward pass broadcasts the buffers of rank 0."""
+
     def __init__(
         self, model: nn.Module, device: torch.device, options: ParallelOptions, *, synchronizes: bool = True
     ) -> None:
@@ -83,9 +86,6 @@ class DDPModel:
         with self._ddp.no_sync():
             yield
 
-    def begin_step(self) -> None:
-        """Do nothing: DDP broadcasts the buffers of rank 0 itself."""
-
     def check_backward(self) -> None:
         """Do nothing: DDP hooks into the parameters, so it works with any outputs of the model."""
 
@@ -113,6 +113,8 @@ class DDPModel:
 
 class FSDPModel:
     """The model sharded with FSDP2: each rank stores a shard of each parameter, and gathers it for computing."""
+
+    broadcasts_buffers = False
 
     def __init__(
         self,
@@ -158,10 +160,6 @@ class FSDPModel:
         finally:
             self.model.set_requires_gradient_sync(True)
 
-    def begin_step(self) -> None:
-        """Broadcast the buffers of rank 0, as DDP does (collective)."""
-        share_buffers(self.inner)
-
     def check_backward(self) -> None:
         """Check that FSDP reduced the gradients. It hooks into the tensors in the model's outputs.
 
@@ -169,7 +167,7 @@ class FSDPModel:
             TypeError: If FSDP found no tensor in the outputs. The parameters are then still unsharded, with the
                 gradients of this rank only.
         """
-        if not all(isinstance(each, DTensor) for each in self.inner.parameters()):
+        if not all(isinstance(parameter, DTensor) for parameter in self.inner.parameters()):
             raise TypeError(
                 "FSDP found no tensor in the model's outputs and therefore cannot reduce the gradients.\n"
                 "Return a tensor from forward(), or a tuple, list or dict of tensors, not an object of another class."
@@ -182,7 +180,7 @@ class FSDPModel:
 def names_in(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     """Return the names of the optimizer's parameters in the model, by parameter group."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return [[names[each] for each in group["params"]] for group in optimizer.param_groups]
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def wrap(
@@ -218,7 +216,7 @@ def wrap(
     # FSDP replaces the parameters of the model; the optimizer gets the new ones, matched by name.
     parameters = dict(model.named_parameters())
     for group, names_of_group in zip(optimizer.param_groups, names, strict=True):
-        group["params"] = [parameters[each] for each in names_of_group]
+        group["params"] = [parameters[name] for name in names_of_group]
     return sharded
 
 
@@ -231,7 +229,7 @@ class ModelTemplate:
 
     def __init__(self, model: nn.Module, *, copies: bool) -> None:
         self._model: nn.Module | None = model
-        self._copy = _copied(model, lambda each: torch.empty_like(each, device="meta")) if copies else None
+        self._copy = _copied(model, lambda parameter: torch.empty_like(parameter, device="meta")) if copies else None
 
     @property
     def has_values(self) -> bool:
@@ -242,7 +240,7 @@ class ModelTemplate:
         """Return the model; with FSDP, later calls return a copy whose parameters have undefined values."""
         if self._model is None:
             assert self._copy is not None
-            return _copied(self._copy, lambda each: torch.empty_like(each, device=device))
+            return _copied(self._copy, lambda parameter: torch.empty_like(parameter, device=device))
         model = self._model
         if self._copy is not None:
             self._model = None
@@ -252,8 +250,8 @@ class ModelTemplate:
 def _copied(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Return a copy of a model in which `change` makes the content of the parameters."""
     memo: dict[int, Any] = {}
-    for each in model.parameters():
-        memo[id(each)] = nn.Parameter(change(each.detach()), requires_grad=each.requires_grad)
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(change(parameter.detach()), requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
 
 
@@ -280,72 +278,13 @@ def share_buffers(model: nn.Module) -> None:
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     """Return the repeated layers of a model: the modules in its outermost lists. FSDP gathers each one separately."""
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            found += [layer for layer in child if any(True for _ in layer.parameters())]
+            layers += [layer for layer in child if any(True for _ in layer.parameters())]
         else:
-            found += _layers(child)
-    return found
-
-
-# -- precision ---------------------------------------------------------------------------------------------------------
-
-
-_DTYPES: dict[str, torch.dtype | None] = {
-    "float32": None,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
-
-
-class Precision:
-    """The precision in which a model computes."""
-
-    def __init__(self, name: str, device: torch.device, *, casts: bool) -> None:
-        """Choose the precision.
-
-        Args:
-            name: "float32", "bfloat16" ("bf16") or "float16" ("fp16").
-            casts: Use autocast. False if the model casts by itself, as FSDP with a mixed-precision policy does.
-
-        Raises:
-            TypeError: If the name is not a str.
-            ValueError: If the name is unknown.
-        """
-        arguments.one_of(*_DTYPES).check(name, "precision")
-        self.dtype = _DTYPES[name]
-        self._device = device
-        self._casts = casts and self.dtype is not None
-        # The exponent range of float16 is small: without loss scaling, small gradients underflow to 0.
-        # In other precisions the scaler does nothing.
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of the loss, scaled for float16."""
-        self.scaler.scale(loss).backward()
-
-    def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, max_grad_norm: float | None) -> bool:
-        """Clip the gradients, run an optimizer step, and return whether the step was taken.
-
-        The step is skipped where scaled gradients overflow; the scale is then reduced. The result is the same on all
-        ranks: they have the same gradients or, with FSDP, the same maximum over the ranks of the overflow flags.
-        """
-        if max_grad_norm is not None:
-            self.scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-        before = self.scaler.get_scale()
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale() >= before
-
-    def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which to run the forward pass."""
-        if not self._casts:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, dtype=self.dtype)
+            layers += _layers(child)
+    return layers
 
 
 # -- compression of gradients ------------------------------------------------------------------------------------------

@@ -175,8 +175,8 @@ def seconds_of_pbs(text: str, job: str, now: float) -> float | None:
 
 def seconds_of_lsf(text: str) -> float | None:
     """Return the seconds of the `time_left` of bjobs, hours:minutes and a letter; None without a limit."""
-    found = re.fullmatch(r"\s*(\d+):(\d+)(?: [A-Z])?\s*", text)
-    return 3600.0 * int(found[1]) + 60.0 * int(found[2]) if found else None
+    match = re.fullmatch(r"\s*(\d+):(\d+)(?: [A-Z])?\s*", text)
+    return 3600.0 * int(match[1]) + 60.0 * int(match[2]) if match else None
 
 
 def seconds_of_flux(text: str) -> float | None:

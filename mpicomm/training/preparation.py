@@ -16,7 +16,6 @@ from mpicomm.session import World
 from mpicomm.training import batches, optimizers, parallel, rank_sync
 from mpicomm.training.data import SHARD, DataRank, IndexedSource, LoaderOptions, Step, make_source
 from mpicomm.training.parallel import ParallelOptions
-from mpicomm.training.step_metrics import Clock
 
 _LOADER = arguments.instance(
     "a torch.utils.data.DataLoader", DataLoader, remedy="Pass for example DataLoader(dataset, batch_size=32)."
@@ -140,8 +139,8 @@ class PreparedLoader:
             return rank_sync.padding(self._source, last, self._world.device)
 
         steps = self._source.steps(epoch, 0, 0)
-        for step, count in rank_sync.aligned_steps(self._source, steps, padding, Clock(self._world.device)):
+        for step in rank_sync.aligned_steps(self._source, steps, padding):
             last = step
             (batch,) = step.batches
-            self.weight = batch.count * self._world.size / count
+            self.weight = batch.count * self._world.size / step.total
             yield batches.moved(batch.content, self._world.device)

@@ -56,9 +56,9 @@ def check_equal(values: Mapping[str, object], call: str, remedy: str) -> None:
     _compare(collectives.all_gather_object(dict(values)), call, remedy)
 
 
-def _compare(found: Sequence[Mapping[str, object]], call: str, remedy: str) -> None:
-    for name in dict.fromkeys(itertools.chain.from_iterable(found)):
-        rows = agreement.ranks_by_value([each.get(name) for each in found], range(len(found)))
+def _compare(of_ranks: Sequence[Mapping[str, object]], call: str, remedy: str) -> None:
+    for name in dict.fromkeys(itertools.chain.from_iterable(of_ranks)):
+        rows = agreement.ranks_by_value([values.get(name) for values in of_ranks], range(len(of_ranks)))
         if len(rows) > 1:
             by_rank = ", ".join(f"{value} on {hang_report.called(ranks)}" for value, ranks in rows.items())
             raise raised_on_all_ranks(
@@ -97,8 +97,8 @@ def agreed_source(
         layout = source.layout
     except Exception as caught:  # noqa: BLE001  raised after the other ranks know of it
         error = caught
-    mine = (None if error is None else str(error), dict(arguments), dict(layout))
-    messages, of_ranks, layouts = zip(*collectives.all_gather_object(mine), strict=True)
+    own = (None if error is None else str(error), dict(arguments), dict(layout))
+    messages, of_ranks, layouts = zip(*collectives.all_gather_object(own), strict=True)
     if error is not None:
         raise error
     assert source is not None
@@ -109,7 +109,7 @@ def agreed_source(
         )
     _compare(of_ranks, call, "Pass the same arguments on every rank.")
     _compare(
-        [{f"the {name} of {argument}": value for name, value in each.items()} for each in layouts],
+        [{f"the {name} of {argument}": value for name, value in of_rank.items()} for of_rank in layouts],
         call,
         f"Pass the same data on every rank, or set {shard}=False if each rank passes its own share.",
     )
@@ -117,41 +117,34 @@ def agreed_source(
 
 
 def aligned_steps(
-    source: DataSource,
-    steps: Iterator[Step],
-    padding: Callable[[], Step],
-    clock: Clock,
-    prepare: Callable[[], None] | None = None,
-) -> Iterator[tuple[Step, int]]:
-    """Yield steps with the same number of batches on all ranks, until no rank has samples left (collective).
+    source: DataSource, steps: Iterator[Step], padding: Callable[[], Step], clock: Clock | None = None
+) -> Iterator[Step]:
+    """Return steps with a total and the same number of batches on all ranks, until no rank has samples (collective).
 
     Args:
         source: The data.
         steps: The steps of this rank.
         padding: Returns a step of padding, for a rank without samples in a step in which other ranks have some.
         clock: Measures the time for data and communication.
-        prepare: Called before each step is loaded.
-
-    Yields:
-        The step, and the number of its samples on all ranks.
     """
+    return steps if source.is_counted else _aligned(steps, padding, clock)
+
+
+def _aligned(steps: Iterator[Step], padding: Callable[[], Step], clock: Clock | None) -> Iterator[Step]:
     while True:
         # 1. load the step, and agree on its number of samples
-        clock.start()
-        if prepare is not None:
-            prepare()
         step = next(steps, Step([]))
-        clock.add("data")
-        count = step.total
-        if not source.is_counted:
-            count = total(step.count)
+        if clock is not None:
+            clock.add("data")
+        count = total(step.count)
+        if clock is not None:
             clock.add("communication")
         if not count:
             return
         # 2. cut or pad it to the same number of batches on all ranks
-        if not source.is_counted:
-            step = (step if step.batches else padding()).with_length(most(len(step.batches)))
-        yield step, count
+        step = (step if step.batches else padding()).with_length(most(len(step.batches)))
+        step.total = count
+        yield step
 
 
 def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ()) -> list[dict[str, object]]:
@@ -169,9 +162,9 @@ def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ())
             an iterable-style dataset together have read different first samples.
     """
     own = source.order_settings, source.first_samples
-    found = [own] if source.is_counted else collectives.all_gather_object(own)
-    _check_first_samples(source, [first for _, first in found])
-    now = [{**settings, _FIRST: first and first[1][0].hex()} for settings, first in found]
+    of_ranks = [own] if source.is_counted else collectives.all_gather_object(own)
+    _check_first_samples(source, [first for _, first in of_ranks])
+    now = [{**settings, _FIRST: first and first[1][0].hex()} for settings, first in of_ranks]
     differences = [
         (rank, name, was[name], value)
         for rank, (of_rank, was) in enumerate(zip(now, before, strict=False))
@@ -188,7 +181,7 @@ def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ())
                 )
             )
     if differences and dist.get_rank() == 0:
-        name, _ = found[differences[0][0]][1] or ("", [])
+        name, _ = of_ranks[differences[0][0]][1] or ("", [])
         warnings.warn(
             f"the run continues within an epoch, whose first sample of {name} differs from that before the "
             f"interruption: unless only its augmentation is random, samples of this epoch are repeated or omitted.\n"
@@ -199,13 +192,13 @@ def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ())
     return now
 
 
-def _check_first_samples(source: DataSource, found: Sequence[tuple[str, list[bytes]] | None]) -> None:
-    digests = [set() if first is None else set(first[1]) for first in found]
+def _check_first_samples(source: DataSource, firsts: Sequence[tuple[str, list[bytes]] | None]) -> None:
+    digests = [set() if first is None else set(first[1]) for first in firsts]
     several = [rank for rank, of_rank in enumerate(digests) if len(of_rank) > 1]
     others = [rank for rank, of_rank in enumerate(digests) if source.is_shared and of_rank != digests[0]]
     if not source.is_first_compared or not (several or others):
         return
-    name, own = next(each for rank, each in enumerate(found) if each is not None and rank in {*several, *others})
+    name, own = next(first for rank, first in enumerate(firsts) if first is not None and rank in {*several, *others})
     if source.is_shared:
         where = f"rank 0 and {hang_report.called(others)}" if others else "worker processes"
         message = (
@@ -251,16 +244,16 @@ def no_data() -> ValueError:
 
 def reasons(why: str | None) -> str:
     """Return the reasons of the stop requests with their ranks, such as `SIGTERM on rank 1` (collective)."""
-    found = collectives.all_gather_object(why)
-    rows = agreement.ranks_by_value(found, range(len(found))).items()
-    return ", ".join(f"{each} on {hang_report.called(ranks)}" for each, ranks in rows if each is not None)
+    of_ranks = collectives.all_gather_object(why)
+    rows = agreement.ranks_by_value(of_ranks, range(len(of_ranks))).items()
+    return ", ".join(f"{reason} on {hang_report.called(ranks)}" for reason, ranks in rows if reason is not None)
 
 
 def samples(step: Step, is_finite: bool) -> dict[str, Sequence[int]]:
     """Return the known sample indices of the ranks whose loss is not finite, by rank (collective)."""
-    mine = None if is_finite else [index for batch in step.batches for index in batch.indices or ()]
-    found = collectives.all_gather_object(mine)
-    return {str(rank): each for rank, each in enumerate(found) if each is not None}
+    own = None if is_finite else [index for batch in step.batches for index in batch.indices or ()]
+    of_ranks = collectives.all_gather_object(own)
+    return {str(rank): indices for rank, indices in enumerate(of_ranks) if indices is not None}
 
 
 def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:
@@ -275,7 +268,7 @@ def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:
         return
     # 1. compare a digest of the sums
     names = [name for name, _ in wrapped.inner.named_parameters()]
-    sums = torch.stack([_sum_of_bits(each) for each in wrapped.inner.parameters()])
+    sums = torch.stack([_sum_of_bits(parameter) for parameter in wrapped.inner.parameters()])
     control = group_argument.resolve(None, "the trainer").control
     least = torch.tensor(agreement.extremes(agreement.digest(sums.cpu().numpy().tobytes())), device=control)
     dist.all_reduce(least, dist.ReduceOp.MIN)

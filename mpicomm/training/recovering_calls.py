@@ -119,9 +119,9 @@ class RecoveringCalls:
                 )
             )
 
-    def seed_at(self, where: str, number: int) -> None:
+    def seed_at(self, point: str, number: int) -> None:
         """Seed the generators for a point of the run, which may be repeated, or run by a spare."""
-        randomness.seed_at(where, self._seed, number, self._assembly.parts.world.rank)
+        randomness.seed_at(point, self._seed, number, self._assembly.parts.world.rank)
 
     def refresh_replicas(self, *, only_if_due: bool = False) -> None:
         """Refresh the copies of the shards, if the trainer has any (collective)."""

@@ -109,10 +109,12 @@ class RunDirectory:
         Raises:
             CheckpointError: If it has complete checkpoints, but none of this run.
         """
-        found = list(self._marked(COMPLETE))
-        of_run = [each for each in found if each.has_its_name and each.mark.get("run", self._run) == self._run]
-        if found and not of_run:
-            other = max(found, key=lambda each: each.order)
+        complete = list(self._marked(COMPLETE))
+        of_run = [
+            marked for marked in complete if marked.has_its_name and marked.mark.get("run", self._run) == self._run
+        ]
+        if complete and not of_run:
+            other = max(complete, key=lambda marked: marked.order)
             name = other.mark.get("name", f"{_PREFIX}{other.mark['step']:09d}")
             raise CheckpointError(
                 f"checkpoint_dir {self.path} has no checkpoint of this run, but a link, a copy under another name or a "
@@ -120,7 +122,7 @@ class RunDirectory:
                 f"To continue from it, copy its content to {name} in an empty directory, and pass that as "
                 f"checkpoint_dir. To start a new run, pass another checkpoint_dir."
             )
-        return max(of_run, key=lambda each: each.order).path if of_run else None
+        return max(of_run, key=lambda marked: marked.order).path if of_run else None
 
     def begin(self, name: str, step: int, **about: Any) -> Path:
         """Return a new directory for the content of a checkpoint.
@@ -150,7 +152,9 @@ class RunDirectory:
         sync(content)
         path, replaced = self.path / name, None
         if os.path.lexists(path):
-            if not any(each.path == path and each.has_its_name for each in self._originals(COMPLETE, _INCOMPLETE)):
+            if not any(
+                marked.path == path and marked.has_its_name for marked in self._originals(COMPLETE, _INCOMPLETE)
+            ):
                 raise FileExistsError(
                     errno.EEXIST, "this run did not make the file or directory of that name; move it elsewhere", path
                 )
@@ -171,8 +175,8 @@ class RunDirectory:
     def remove_old(self, kept: Collection[str]) -> None:
         """Remove all but the newest `keep` checkpoints that this run made, and those in `kept`."""
         with _warning_on_failure(self.path):
-            originals = sorted(self._originals(COMPLETE), key=lambda each: each.order)
-            complete = [each.path for each in originals if each.has_its_name]
+            originals = sorted(self._originals(COMPLETE), key=lambda marked: marked.order)
+            complete = [marked.path for marked in originals if marked.has_its_name]
             for path in complete[: -self._keep]:
                 if path.name not in kept:
                     with _warning_on_failure(path):
@@ -183,9 +187,9 @@ class RunDirectory:
     def remove_incomplete(self) -> None:
         """Remove the incomplete checkpoints that this run made."""
         with _warning_on_failure(self.path):
-            for each in list(self._originals(_INCOMPLETE)):
-                with _warning_on_failure(each.path):
-                    path = each.path
+            for marked in list(self._originals(_INCOMPLETE)):
+                with _warning_on_failure(marked.path):
+                    path = marked.path
                     if not _TEMPORARY.fullmatch(path.name):
                         # Without its marker it would block the name.
                         path = path.rename(path.with_name(_temporary(path.name)))
@@ -197,19 +201,19 @@ class RunDirectory:
     def _settle_replaced(self) -> None:
         """Restore the checkpoints whose replacement a killed job has not completed, and remove the others."""
         with _warning_on_failure(self.path):
-            for each in list(self._originals(COMPLETE)):
-                path = self.path / str(each.mark["name"])
-                if not re.fullmatch(re.escape(path.name) + _REPLACED, each.path.name):
+            for marked in list(self._originals(COMPLETE)):
+                path = self.path / str(marked.mark["name"])
+                if not re.fullmatch(re.escape(path.name) + _REPLACED, marked.path.name):
                     continue
                 if _read(path / COMPLETE) is not None:
-                    (each.path / COMPLETE).rename(each.path / _INCOMPLETE)
+                    (marked.path / COMPLETE).rename(marked.path / _INCOMPLETE)
                 elif not os.path.lexists(path):
-                    each.path.rename(path)
+                    marked.path.rename(path)
         self.remove_incomplete()
 
     def _originals(self, *markers: str) -> Iterator[_Marked]:
         """Yield the directories with one of these markers that this run made."""
-        return (each for marker in markers for each in self._marked(marker) if each.is_original(self._run))
+        return (marked for marker in markers for marked in self._marked(marker) if marked.is_original(self._run))
 
     def _marked(self, marker: str) -> Iterator[_Marked]:
         for path in self.path.glob(_PREFIX + "*"):
@@ -247,7 +251,7 @@ class RunDirectory:
         if isinstance(stored.get("run"), str):
             return str(stored["run"])
         # The file is new or empty (an earlier version), or was removed.
-        runs = {each.mark["run"] for each in self._marked(COMPLETE) if each.has_its_name and "run" in each.mark}
+        runs = {marked.mark["run"] for marked in self._marked(COMPLETE) if marked.has_its_name and "run" in marked.mark}
         if len(runs) > 1:
             raise CheckpointError(
                 f"checkpoint_dir {self.path} must have the checkpoints of one run, got those of {len(runs)} runs.\n"
@@ -265,8 +269,8 @@ _open: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     """Close the files in a forked child, such as a worker of a DataLoader: it would keep the lock of a killed rank."""
-    for each in _open:
-        each._file.close()
+    for directory in _open:
+        directory._file.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

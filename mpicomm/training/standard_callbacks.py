@@ -261,7 +261,7 @@ class EMA(Callback):
                 'Use strategy="ddp" or on_failure="abort", or omit EMA.'
             )
         if not self._averages:
-            self._averages = [each.detach().clone() for each in _parameters(trainer)]
+            self._averages = [parameter.detach().clone() for parameter in _parameters(trainer)]
 
     @torch.no_grad()
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -276,8 +276,8 @@ class EMA(Callback):
         """Update the averages, unless the step was skipped."""
         if not trainer.is_step_taken:
             return
-        parameters = [local(each) for each in _parameters(trainer)]
-        self._update([local(each) for each in self._averages], parameters, None)
+        parameters = [local(tensor) for tensor in _parameters(trainer)]
+        self._update([local(tensor) for tensor in self._averages], parameters, None)
 
     @contextlib.contextmanager
     def evaluating(self, trainer: Trainer) -> Iterator[None]:
@@ -295,10 +295,10 @@ class EMA(Callback):
     @torch.no_grad()
     def _exchange(self, trainer: Trainer) -> None:
         for average, parameter in zip(self._averages, _parameters(trainer), strict=False):  # no averages before fit()
-            mine, other = local(average), local(parameter)
+            own, other = local(average), local(parameter)
             before = other.clone()
-            other.copy_(mine)
-            mine.copy_(before)
+            other.copy_(own)
+            own.copy_(before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages."""
@@ -315,7 +315,11 @@ class EMA(Callback):
 
 def _parameters(trainer: Trainer) -> list[torch.Tensor]:
     """Return the parameters that can be averaged, in the order of the model."""
-    return [each for each in trainer.wrapped.inner.parameters() if each.is_floating_point() or each.is_complex()]
+    return [
+        parameter
+        for parameter in trainer.wrapped.inner.parameters()
+        if parameter.is_floating_point() or parameter.is_complex()
+    ]
 
 
 # -- learning rates ----------------------------------------------------------------------------------------------------

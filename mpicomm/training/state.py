@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -22,8 +22,11 @@ from mpicomm.training import batches, checkpoint, randomness
 from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
-from mpicomm.training.parallel import DDPModel, FSDPModel, Precision
+from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.step_metrics import LOSS, StepMetrics
+
+if TYPE_CHECKING:
+    from mpicomm.training.training_step import Precision
 
 History = list[dict[str, float]]
 
@@ -73,11 +76,12 @@ class Position:
             name += f"-epoch-{self.epoch:05d}{'-evaluated' if self.is_evaluated else ''}"
         return name
 
-    def advance(self, count: int) -> None:
-        """Count a step that took `count` samples on all ranks together."""
+    def advance(self, count: int, losses: tuple[float, int] = (0.0, 0)) -> None:
+        """Count a step that took `count` samples on all ranks together, and the sum of its losses if it is known."""
         self.step += 1
         self.steps_of_epoch += 1
         self.consumed += count
+        self.add_losses(*losses)
 
     def add_losses(self, total: float, count: int) -> None:
         """Add the sum of the losses of `count` samples of all ranks."""
@@ -128,9 +132,9 @@ def collect(parts: Parts, evaluating: Callable[[], AbstractContextManager[object
     """
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     shared = {"optimizer": type(parts.optimizer).__name__, "ranks": parts.world.size, **of_all_ranks(parts)}
-    of_callbacks = {name: checkpoint.pack(each) for name, each in shared["callbacks"].items()}
+    of_callbacks = {name: checkpoint.pack(of_callback) for name, of_callback in shared["callbacks"].items()}
     shared["callbacks"] = {name: raw for name, (raw, _) in of_callbacks.items()}
-    numbered = {name: _numbered(found) for name, (_, found) in of_callbacks.items() if found}
+    numbered = {name: _numbered(tensors) for name, (_, tensors) in of_callbacks.items() if tensors}
     content = {"model": model, "optimizer": optimizer, **({"callbacks": numbered} if numbered else {})}
     tensors = batches.mapped(content, _copied)
     if evaluating is not None:
@@ -215,14 +219,14 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     checkpoints.check_model(model)
     with_state = checkpoints.parameters_with_state()
-    optimizer["state"] = {name: each for name, each in optimizer["state"].items() if name in with_state}
+    optimizer["state"] = {name: value for name, value in optimizer["state"].items() if name in with_state}
     weights = "training" if checkpoints.has_training_weights else "model"
     content: State = {weights: model, "optimizer": optimizer}
-    templates = {name: checkpoint.pack(each)[1] for name, each in parts.callbacks.states().items()}
+    templates = {name: checkpoint.pack(value)[1] for name, value in parts.callbacks.states().items()}
     packed = run.get("callbacks", {})  # absent in checkpoints of earlier versions
     tensors = {name: checkpoints.empty_tensors(f"callbacks.{name}", templates.get(name, ())) for name in packed}
     if any(tensors.values()):
-        content["callbacks"] = {name: each for name, each in tensors.items() if each}
+        content["callbacks"] = {name: value for name, value in tensors.items() if value}
     checkpoints.load(content)
     run["callbacks"] = {name: checkpoint.unpack(raw, [*tensors[name].values()]) for name, raw in packed.items()}
     set_state_dict(
@@ -257,7 +261,7 @@ def _restore_metrics(owns: Sequence[dict[str, Any]], parts: Parts) -> None:
 
 
 def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {str(number): each for number, each in enumerate(tensors)}
+    return {str(number): tensor for number, tensor in enumerate(tensors)}
 
 
 def _copied(value: Any) -> Any:

@@ -32,7 +32,7 @@ from mpicomm.training.assembly import Assembly, StepOptions
 from mpicomm.training.callbacks import Callback, CallbackList
 from mpicomm.training.data import SHARD, DataRank, DataSource, LoaderOptions, make_source
 from mpicomm.training.loggers import LoggerArgument
-from mpicomm.training.parallel import DDPModel, FSDPModel, Precision
+from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.preemption import StopRequest
 from mpicomm.training.recovering_calls import RecoveringCalls
 from mpicomm.training.reporting import Reporter, ReportOptions
@@ -40,6 +40,7 @@ from mpicomm.training.resumable_run import FitCall, LoopOptions, RunLimits
 from mpicomm.training.shard_replicas import ShardReplicas
 from mpicomm.training.state import History, Position
 from mpicomm.training.step_profile import ProfileOptions
+from mpicomm.training.training_step import Precision
 from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")
@@ -617,9 +618,9 @@ class Trainer:
 
     def _evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric], shard: bool | None) -> dict[str, float]:
         with self._opened_outside_fit(data, shard, "evaluate", arguments={"metrics": _names(metrics)}) as source:
-            found = evaluation.evaluate(self._assembly.step, source, metrics)
-        assert found is not None  # it is never stopped
-        means, count = found
+            outcome = evaluation.evaluate(self._assembly.step, source, metrics)
+        assert outcome is not None  # it is never stopped
+        means, count = outcome
         return {**means, "samples": count}
 
     def _predict(self, data: Any, shard: bool | None, *, has_targets: bool, all_ranks: bool) -> Any:

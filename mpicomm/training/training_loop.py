@@ -46,7 +46,7 @@ class TrainingLoop:
     test: DataSource | None
     run: ResumableRun
     reporter: Reporter
-    profiler: StepProfiler
+    profiler: StepProfiler | None
     calls: RecoveringCalls | None
     """If training continues after ranks have failed."""
 
@@ -139,22 +139,24 @@ class TrainingLoop:
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
         position.data = rank_sync.begin_epoch(train, position.data if position.steps_of_epoch else ())
         self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
+        clock, device = self.reporter.clock, self.parts.world.device
         aligned = rank_sync.aligned_steps(
-            train,
-            steps,
-            lambda: rank_sync.padding(train, self._last_step, self.parts.world.device),
-            self.reporter.clock,
-            None if self.calls is None else lambda: self._seed("step", position.step),
+            train, steps, lambda: rank_sync.padding(train, self._last_step, device), clock
         )
         remaining = limits.remaining(aligned, position)
-        for step, count in remaining:
-            self._take_step(step, count)
+        while True:
+            clock.start()
+            self._seed("step", position.step)
+            step = next(remaining, None)
+            clock.add("data")
+            if step is None:
+                return True
+            self._take_step(step, step.total)
             self._after_step()
             if limits.has_all_steps(position) or self.run.is_ending:
                 is_complete = limits.is_epoch_complete(position, train.total())
                 # The length of an iterable-style dataset can be an estimate.
                 return is_complete and (train.is_counted or next(remaining, None) is None)
-        return True
 
     def _take_step(self, step: Step, count: int) -> None:
         """Run one optimizer step on the mean loss of `count` samples of all ranks (collective)."""
@@ -180,9 +182,9 @@ class TrainingLoop:
             self.reporter.write("skipped", self.position, rank_samples=samples)
         clock.add("compute")
         # 3. count the step
-        self.position.advance(count)
-        self.position.add_losses(*losses)
-        self.reporter.step(self.position, count)
+        position = self.position
+        position.advance(count, losses)
+        self.reporter.step(position, count)
         self._call(Callback.on_step_end)
 
     def _after_step(self) -> None:
@@ -200,7 +202,8 @@ class TrainingLoop:
             self.calls.refresh_replicas(only_if_due=True)
         if is_stopping:
             self.run.stop(self.reporter)
-        self.profiler.count(step)
+        if self.profiler is not None:
+            self.profiler.count(step)
 
     # -- evaluations -------------------------------------------------------------------------------------------------
 
@@ -220,12 +223,12 @@ class TrainingLoop:
         around = (self.reporter.excluded(), randomness.preserved(self.parts.world.device), self.fit_call.evaluating())
         with around[0], around[1], around[2]:
             self._seed("evaluation", self.position.step)
-            found = evaluation.evaluate(
+            outcome = evaluation.evaluate(
                 self.training_step, self.test, self.fit_call.metrics, self._is_stopping, self._limits.limit_batches
             )
-        if found is None:
+        if outcome is None:
             self.run.stop(self.reporter)
-        return evaluation_metrics(*found)
+        return evaluation_metrics(*outcome)
 
     def _is_stopping(self) -> bool:
         self._count_step()
@@ -236,10 +239,10 @@ class TrainingLoop:
 
     # -- parts of the loops ------------------------------------------------------------------------------------------
 
-    def _seed(self, where: str, number: int) -> None:
+    def _seed(self, point: str, number: int) -> None:
         """Seed the generators for a point of the run, if this point may be repeated, or run by a spare."""
         if self.calls is not None:
-            self.calls.seed_at(where, number)
+            self.calls.seed_at(point, number)
 
     def _count_step(self) -> None:
         """Note that this rank has completed a step of training or of an evaluation."""

@@ -127,7 +127,7 @@ MUTANTS = [
     ),
     Mutant(
         "PreparedLoader.__iter__",
-        old="batch.count * self._world.size / count",
+        old="batch.count * self._world.size / step.total",
         new="1.0",
         fault="In an uneven batch of a loop of the user, the samples of the ranks have different weights.",
         tests="tests/training/test_prepare.py -k trains_as_one_process",

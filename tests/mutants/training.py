@@ -155,8 +155,8 @@ finally:
     # -- checkpoints ----------------------------------------------------------------------------------------
     Mutant(
         "RunDirectory.newest",
-        old="max(of_run, key=lambda each: each.order)",
-        new="min(of_run, key=lambda each: each.order)",
+        old="max(of_run, key=lambda marked: marked.order)",
+        new="min(of_run, key=lambda marked: marked.order)",
         fault="A run resumes from the oldest checkpoint instead of the newest.",
         tests="tests/unit/test_run_directory.py -k order_of_their_names",
     ),
@@ -190,14 +190,14 @@ finally:
     ),
     Mutant(
         "RunDirectory.publish",
-        old="each.path == path and each.has_its_name",
-        new="each.path == path",
+        old="marked.path == path and marked.has_its_name",
+        new="marked.path == path",
         fault="A checkpoint that the user has renamed is removed by the save of that name.",
         tests="tests/unit/test_run_directory.py -k renamed",
     ),
     Mutant(
         "RunDirectory._settle_replaced",
-        old="each.path.rename(path)",
+        old="marked.path.rename(path)",
         fault="A job that is killed while it replaces a checkpoint loses both.",
         tests="tests/unit/test_run_directory.py -k has_not_completed",
     ),
@@ -231,14 +231,14 @@ finally:
     ),
     Mutant(
         "run_directory._close_in_child",
-        old="each._file.close()",
+        old="directory._file.close()",
         new="pass",
         fault="A worker of a DataLoader keeps the directory locked after its rank was killed.",
         tests="tests/unit/test_run_directory.py -k keep_the_lock",
     ),
     Mutant(
         "RunDirectory.publish",
-        old="not any(each.path == path and each.has_its_name for each in self._originals(COMPLETE, _INCOMPLETE))",
+        old="not any(marked.path == path and marked.has_its_name for marked in self._originals(COMPLETE, _INCOMPLETE))",
         new="False",
         fault="A save replaces a directory of the user that has the name of the checkpoint.",
         tests="tests/unit/test_run_directory.py -k name_that_is_taken",
@@ -327,8 +327,8 @@ finally:
     ),
     Mutant(
         "seed_at",
-        old='f"{where} {number} {seed}"',
-        new='f"{where} {seed}"',
+        old='f"{point} {number} {seed}"',
+        new='f"{point} {seed}"',
         fault="All steps draw the same random numbers, such as dropout masks.",
         tests="tests/unit/test_newest_state.py -k seeds_depend",
     ),
@@ -671,7 +671,7 @@ self.scaler.unscale_(optimizer)
     ),
     Mutant(
         "restore",
-        old='np.random.set_state(found["numpy"])',
+        old='np.random.set_state(generators["numpy"])',
         fault="NumPy's random numbers are not restored from a checkpoint.",
         tests="tests/training/test_checkpoints.py -k run_in_parts",
         ranks=2,
