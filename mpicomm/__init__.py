@@ -73,20 +73,20 @@ if TYPE_CHECKING:
         current_world as current_world,
     )
     from mpicomm.training.callbacks import Callback as Callback
-    from mpicomm.training.combined_optimizer import CombinedOptimizer as CombinedOptimizer
-    from mpicomm.training.figure_monitors import (
-        BestCheckpoint as BestCheckpoint,
-        EarlyStopping as EarlyStopping,
-    )
-    from mpicomm.training.hooks import bf16_compression_hook as bf16_compression_hook
-    from mpicomm.training.learning_rates import LearningRateLogger as LearningRateLogger
+    from mpicomm.training.optimizers import CombinedOptimizer as CombinedOptimizer
+    from mpicomm.training.parallel import bf16_compression_hook as bf16_compression_hook
     from mpicomm.training.preemption import Preempted as Preempted
     from mpicomm.training.preparation import (
         PreparedLoader as PreparedLoader,
         prepare as prepare,
     )
+    from mpicomm.training.standard_callbacks import (
+        EMA as EMA,
+        BestCheckpoint as BestCheckpoint,
+        EarlyStopping as EarlyStopping,
+        LearningRateLogger as LearningRateLogger,
+    )
     from mpicomm.training.trainer import Trainer as Trainer
-    from mpicomm.training.weight_average import EMA as EMA
 
 
 _table: dict[str, str] = {}

@@ -11,15 +11,12 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 NAME = "metrics.jsonl"
 PARTS = ("data", "compute", "communication")
 """The parts of the time of steps; a step entry has the seconds of each known part, as `data_s`."""
-
-Logger = Callable[[dict[str, Any]], None]
 
 
 class MetricsFile:
@@ -28,27 +25,16 @@ class MetricsFile:
     After a crash that truncated the last line, the next entry starts on a new line.
     """
 
-    def __init__(self, path: Path | None, logger: Logger | None) -> None:
-        """Open the file for appending.
+    def __init__(self, path: Path) -> None:
+        """Open the file for appending."""
+        self._file: io.FileIO | None = path.open("a+b", buffering=0)
+        if _is_truncated(self._file):
+            self._append(self._file, b"\n")
 
-        Args:
-            path: The file; None writes no file.
-            logger: A function that is called with each entry.
-        """
-        self._logger = logger
-        self._file: io.FileIO | None = None
-        if path is not None:
-            self._file = path.open("a+b", buffering=0)
-            if _is_truncated(self._file):
-                self._append(self._file, b"\n")
-
-    def write(self, event: str, **values: Any) -> None:
+    def write(self, entry: dict[str, Any]) -> None:
         """Write an entry."""
-        entry = {"event": event, **values}
         if self._file is not None:
             self._append(self._file, _json(entry).encode() + b"\n")
-        if self._logger is not None:
-            self._logger(entry)
 
     def _append(self, file: io.FileIO, line: bytes) -> None:
         """Write a line. On a full disk, warn and close the file; the run continues while its checkpoints succeed."""

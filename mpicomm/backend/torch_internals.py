@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import functools
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 
 from mpicomm.backend import compatibility
@@ -348,6 +350,28 @@ def outside_workers() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = info
+
+
+def end_workers(loaded: Iterator[Any]) -> None:
+    """Terminate the worker processes of an iterator of a DataLoader, also if they ignore SIGTERM."""
+    if hasattr(loaded, "_shutdown_workers"):  # of an iterator with workers
+        loaded._shutdown_workers()
+        for process in loaded._workers:  # type: ignore[attr-defined]
+            if process.is_alive():
+                process.kill()
+
+
+def copy_of_loader(loader: DataLoader[Any], collate_fn: Callable[[list[Any]], Any]) -> DataLoader[Any]:
+    """Return a copy of a DataLoader with another collate_fn, and the same sampler and dataset."""
+    same = copy.copy(loader)
+    same.collate_fn = collate_fn
+    same._iterator = None  # its persistent workers, if any, use the original collate_fn
+    return same
+
+
+def set_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> None:
+    """Replace the batch sampler of a DataLoader, which refuses it as an attribute."""
+    loader.__dict__["batch_sampler"] = batch_sampler
 
 
 active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

@@ -55,7 +55,7 @@ def call_of(content: Any, target_key: str | None) -> Call:
                 f"the batch has no targets: expected the key {target_key!r}, got {', '.join(map(repr, content))}.\n"
                 f'Pass the key of the targets: Trainer(..., target_key="...").'
             )
-        return Call((), {name: each for name, each in content.items() if name != target_key}, content[target_key])
+        return Call((), {name: value for name, value in content.items() if name != target_key}, content[target_key])
     is_sequence = isinstance(content, (list, tuple))
     if target_key is None:
         return Call(tuple(content) if is_sequence else (content,), {}, content)
@@ -75,7 +75,7 @@ def call_without_targets(content: Any, target_key: str | None) -> Call:
         target_key: The key of the targets in a mapping; None if the batch has no targets.
     """
     if target_key is not None and isinstance(content, Mapping):
-        return Call((), {name: each for name, each in content.items() if name != target_key}, None)
+        return Call((), {name: value for name, value in content.items() if name != target_key}, None)
     if target_key is not None and isinstance(content, (list, tuple)) and len(content) > 1:
         return Call(tuple(content[:-1]), {}, None)
     return call_of(content, None)
@@ -94,16 +94,13 @@ def check_call(model: nn.Module, call: Call) -> None:
     try:
         signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
-        given = [*map(_shown, call.args), *(f"{name}={_shown(each)}" for name, each in call.kwargs.items())]
+        parameters = [item.replace(annotation=inspect.Parameter.empty) for item in signature.parameters.values()]
+        given = [*map(_shown, call.args), *(f"{name}={_shown(value)}" for name, value in call.kwargs.items())]
         raise TypeError(
-            f"the batch does not fit the model's forward({', '.join(map(_plain, signature.parameters.values()))}): "
+            f"the batch does not fit the model's forward({', '.join(map(str, parameters))}): "
             f"{error}, got ({', '.join(given)}).\n{_RULES}\n"
             f"Change the batches that the dataset returns, or the signature of forward()."
         ) from None
-
-
-def _plain(parameter: inspect.Parameter) -> str:
-    return str(parameter.replace(annotation=inspect.Parameter.empty))
 
 
 LOSS_FUNCTION = arguments.function(
@@ -114,32 +111,6 @@ OWN_STEP = arguments.function(
     "a function of the model and a batch, or None",
     'Pass a function that calls the model, and returns the loss or {"loss": loss, "accuracy": accuracy}.',
 )
-_RESERVED = {"event", "time", "step", "epoch", "consumed", "lr", "samples_per_s", "memory_mib"}
-
-
-def figures_in(found: Any) -> dict[str, torch.Tensor]:
-    """Return the figures other than the loss that a training step of the user has returned, without gradients.
-
-    Raises:
-        TypeError: If a figure is not one number.
-        ValueError: If its name is one of the metrics file.
-    """
-    figures = {}
-    for name, value in found.items() if isinstance(found, Mapping) else ():
-        if name == "loss":
-            continue
-        if not isinstance(name, str) or name in _RESERVED or name.endswith("_s"):
-            raise ValueError(
-                f"training_step must return figures under names of its own, got {name!r}, which entries of the metrics "
-                f"file use.\nRename this figure."
-            )
-        if not (isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
-            raise TypeError(
-                f"training_step must return one number for the figure {name!r}, got {_shown(value)}.\n"
-                f"Return the mean over the batch."
-            )
-        figures[name] = torch.as_tensor(value).detach().reshape(())
-    return figures
 
 
 def loss_in(outputs: Any) -> Any:
@@ -195,8 +166,8 @@ def moved(content: Any, device: torch.device) -> Any:
     Other values are returned unchanged.
     """
 
-    def move(each: Any) -> Any:
-        return each.to(device, non_blocking=True) if isinstance(each, torch.Tensor) else each.to(device)
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value.to(device)
 
     return mapped(content, move)
 
@@ -210,13 +181,13 @@ def mapped(content: Any, change: Callable[[Any], Any]) -> Any:
         return change(content)
     if isinstance(content, Mapping):
         same = copy.copy(content) if isinstance(content, MutableMapping) else dict(content)  # a copy keeps the class
-        for name, each in content.items():
-            same[name] = mapped(each, change)
+        for name, value in content.items():
+            same[name] = mapped(value, change)
         return same
     if isinstance(content, tuple) and hasattr(content, "_fields"):
-        return type(content)(*[mapped(each, change) for each in content])
+        return type(content)(*[mapped(value, change) for value in content])
     if isinstance(content, (list, tuple)):
-        return type(content)(mapped(each, change) for each in content)
+        return type(content)(mapped(value, change) for value in content)
     if dataclasses.is_dataclass(content) and not isinstance(content, type):
         names = [field.name for field in dataclasses.fields(content) if field.init]
         return dataclasses.replace(content, **{name: mapped(getattr(content, name), change) for name in names})
@@ -229,13 +200,13 @@ def count_samples(content: Any) -> int:
     Raises:
         TypeError: If the batch has no such tensor.
     """
-    found = _first_length(content)
-    if found is None:
+    length = _first_length(content)
+    if length is None:
         raise TypeError(
             f"cannot count the samples of a batch: got {_shown(content)} without a tensor that has a dimension.\n"
             f"Set batch_size on the DataLoader, so that it collates and counts the samples."
         )
-    return found
+    return length
 
 
 def _first_length(content: Any) -> int | None:
@@ -247,7 +218,7 @@ def _first_length(content: Any) -> int | None:
         children = [getattr(content, field.name) for field in dataclasses.fields(content)]
     else:
         children = content if isinstance(content, (list, tuple)) else ()
-    return next((found for child in children if (found := _first_length(child)) is not None), None)
+    return next((length for child in children if (length := _first_length(child)) is not None), None)
 
 
 def _shown(content: Any) -> str:

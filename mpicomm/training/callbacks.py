@@ -37,7 +37,7 @@ class Callback:
     """
 
     measures_training = False
-    """Whether `kept_checkpoints` are chosen by figures of training; the default is by figures of evaluations.
+    """Whether `kept_checkpoints` are chosen by metrics of training; the default is by metrics of evaluations.
 
     The entry "model" of a kept checkpoint has the weights that were measured, which can differ; see `evaluating`.
     """
@@ -63,12 +63,12 @@ class Callback:
     def on_step_end(self, trainer: Trainer) -> None:
         """A step is complete, `trainer.position.step` of the run; `trainer.is_step_taken` is False if it is skipped."""
 
-    def on_eval_end(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+    def on_eval_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """An evaluation within `fit` is complete.
 
         Args:
             trainer: The trainer.
-            figures: `eval_loss`, `eval_samples` and the metrics, equal on all ranks.
+            metrics: `eval_loss`, `eval_samples` and those of the user, equal on all ranks.
         """
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
@@ -129,11 +129,13 @@ class CallbackList:
         """
         self._by_name: dict[str, Callback] = {}
         counts: collections.Counter[str] = collections.Counter()
-        for each in _checked(callbacks):
-            kind = type(each).__name__
+        for callback in _checked(callbacks):
+            kind = type(callback).__name__
             counts[kind] += 1
-            self._by_name[kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"] = each
-        self._keeping = {name: each for name, each in self._by_name.items() if _overrides(each, "kept_checkpoints")}
+            self._by_name[kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"] = callback
+        self._keeping = {
+            name: callback for name, callback in self._by_name.items() if _overrides(callback, "kept_checkpoints")
+        }
         self._check_weights()
 
     def __bool__(self) -> bool:
@@ -144,8 +146,8 @@ class CallbackList:
 
     def call(self, trainer: Trainer, hook: Callable[..., None], *arguments: Any) -> None:
         """Call a hook of all callbacks, given as the method of `Callback`."""
-        for each in self:
-            getattr(each, hook.__name__)(trainer, *arguments)
+        for callback in self:
+            getattr(callback, hook.__name__)(trainer, *arguments)
 
     @contextlib.contextmanager
     def reporting_exceptions(self, trainer: Trainer) -> Iterator[None]:
@@ -153,12 +155,12 @@ class CallbackList:
         try:
             yield
         except BaseException as error:
-            for each in self:
+            for callback in self:
                 try:
-                    each.on_exception(trainer, error)
+                    callback.on_exception(trainer, error)
                 except Exception as other:  # noqa: BLE001  the first error ends the run, and must not be replaced
-                    what = "".join(traceback.format_exception_only(other)).strip()
-                    message = f"{type(each).__name__}.on_exception failed: {what}"
+                    problem = "".join(traceback.format_exception_only(other)).strip()
+                    message = f"{type(callback).__name__}.on_exception failed: {problem}"
                     warnings.warn(message, RuntimeWarning, stacklevel=2)
             raise
 
@@ -166,32 +168,35 @@ class CallbackList:
     def evaluating(self, trainer: Trainer) -> Iterator[None]:
         """Enter the contexts of all callbacks for an evaluation or an export."""
         with contextlib.ExitStack() as stack:
-            for each in self:
-                stack.enter_context(each.evaluating(trainer))
+            for callback in self:
+                stack.enter_context(callback.evaluating(trainer))
             yield
 
     @property
     def keeps_evaluated_weights(self) -> bool:
         """Whether the checkpoints that callbacks keep have the weights of evaluations instead of those of training."""
-        return bool(self._exchanging) and any(not each.measures_training for each in self._keeping.values())
+        return bool(self._exchanging) and any(not callback.measures_training for callback in self._keeping.values())
 
     @property
     def _exchanging(self) -> list[str]:
-        return [name for name, each in self._by_name.items() if _overrides(each, "evaluating")]
+        return [name for name, callback in self._by_name.items() if _overrides(callback, "evaluating")]
 
     def _check_weights(self) -> None:
-        of = {name: "training" if each.measures_training else "evaluations" for name, each in self._keeping.items()}
+        of = {
+            name: "training" if callback.measures_training else "evaluations"
+            for name, callback in self._keeping.items()
+        }
         if self._exchanging and len(set(of.values())) > 1:
             raise ValueError(
-                f"callbacks must keep checkpoints by figures of training only or of evaluations only, because "
+                f"callbacks must keep checkpoints by metrics of training only or of evaluations only, because "
                 f"{self._exchanging[0]} evaluates other weights than those of training, got "
-                f"{' and '.join(f'{name} ({figures})' for name, figures in of.items())}.\n"
-                f"Monitor a figure of the same kind in each (measures_training), or omit one of these callbacks."
+                f"{' and '.join(f'{name} ({metrics})' for name, metrics in of.items())}.\n"
+                f"Monitor a metric of the same kind in each (measures_training), or omit one of these callbacks."
             )
 
     def kept_checkpoints(self) -> frozenset[str]:
         """Return the names of the checkpoints that callbacks keep."""
-        return frozenset(name for each in self for name in each.kept_checkpoints())
+        return frozenset(name for callback in self for name in callback.kept_checkpoints())
 
     @property
     def keeping(self) -> list[str]:
@@ -200,16 +205,16 @@ class CallbackList:
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Return the states of the callbacks by name; their tensors are not copies."""
-        return {name: each.state_dict() for name, each in self._by_name.items()}
+        return {name: callback.state_dict() for name, callback in self._by_name.items()}
 
     def load(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Restore the states that `states` returned. A callback without a state starts anew."""
         for name in states.keys() - self._by_name.keys():
             message = f"the state of the callback {name!r} is not restored: this Trainer has no such callback."
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-        for name, each in self._by_name.items():
+        for name, callback in self._by_name.items():
             if name in states:
-                each.load_state_dict(states[name])
+                callback.load_state_dict(states[name])
 
 
 def _overrides(callback: Callback, method: str) -> bool:
@@ -220,13 +225,13 @@ def _checked(callbacks: Any) -> list[Callback]:
     if callbacks is None:
         return []
     is_list = isinstance(callbacks, Iterable) and not isinstance(callbacks, (str, Mapping))
-    found = list(callbacks) if is_list else [callbacks]
-    for each in found if is_list else [callbacks]:
-        if not is_list or not isinstance(each, Callback):
-            got = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
+    listed = list(callbacks) if is_list else [callbacks]
+    for callback in listed:
+        if not is_list or not isinstance(callback, Callback):
+            got = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise TypeError(
                 f"callbacks must be a list of mpicomm.Callback instances, got {got}"
                 f"{' in the list' if is_list else ''}.\n"
                 f"Derive the class from mpicomm.Callback, and pass Trainer(callbacks=[instance])."
             )
-    return found
+    return listed

@@ -2,7 +2,7 @@
 
 A run resumes from its marked checkpoint with the most steps. A run that is killed while saving leaves a directory with
 the marker INCOMPLETE, which the next start removes. The content is in the format of torch.distributed.checkpoint, so
-that another number of ranks can read it.
+that another number of ranks can read it. Objects with tensors are packed: as bytes, and a list of the tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import io
 import itertools
 import json
 import os
@@ -108,10 +109,12 @@ class Checkpoints:
     def _probe(self) -> None:
         """Check that each rank sees a file of rank 0 in the directory, and can write to it (collective)."""
         token = self.directory / f".{collectives.broadcast_object(uuid.uuid4().hex, src=0)}"
-        for act in (
-            (lambda: run_directory.write(token, b"")) if self._rank == 0 else _nothing,
-            functools.partial(_probe, token, self._rank),
-        ):
+
+        def create() -> None:
+            if self._rank == 0:
+                run_directory.write(token, b"")
+
+        for act in (create, functools.partial(_probe, token, self._rank)):
             agreement.run_on_all_ranks(collectives.all_gather_object, act, OSError, self._unusable)
         if self._rank == 0:
             token.unlink(missing_ok=True)
@@ -188,10 +191,11 @@ class Checkpoints:
     def _save(self, name: str, step: int, state: State, kept: Collection[str]) -> None:
         # Runs on the saving thread.
         # 1. rank 0 creates a directory, all ranks write the content, then rank 0 renames and marks it
-        temporary, failure = self._of_rank_0(self._begin, name, step)
+        writers = {"ranks": dist.get_world_size(), "torch": str(torch.__version__)}
+        temporary, failure = self._of_rank_0(lambda directory: directory.begin(name, step, **writers))
         failure = failure or self._store(temporary, state)
         if not failure:
-            path, failure = self._of_rank_0(self._publish, temporary, name)
+            path, failure = self._of_rank_0(lambda directory: directory.publish(temporary, name))
         # 2. remove old checkpoints, or the content of this one
         if not failure:
             self.newest = path
@@ -218,29 +222,21 @@ class Checkpoints:
             reason = f"rank {rank}: {why}"
             # Free the buffers of the failed write: in a reference cycle they crash Python 3.12.0 and 3.12.1
             # (python/cpython#111211).
-            for failed in (error, *[each for each, _ in error.failures.values()]):
+            for failed in (error, *[failure for failure, _ in error.failures.values()]):
                 traceback.clear_frames(failed.__traceback__)
             return reason
         return ""
 
-    def _of_rank_0(self, act: Callable[..., Path], *arguments: Any) -> tuple[Path, str]:
+    def _of_rank_0(self, act: Callable[[RunDirectory], Path]) -> tuple[Path, str]:
         """Return the result of a function on rank 0, and the reason of a failure or "" (collective)."""
         outcome: list[Any] = [self.directory, ""]
-        if self._rank == 0:
+        if self._run_directory is not None:
             try:
-                outcome[0] = act(*arguments)
+                outcome[0] = act(self._run_directory)
             except OSError as error:
                 outcome[1] = str(error)
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         return outcome[0], outcome[1]
-
-    def _begin(self, name: str, step: int) -> Path:
-        assert self._run_directory is not None
-        return self._run_directory.begin(name, step, ranks=dist.get_world_size(), torch=str(torch.__version__))
-
-    def _publish(self, temporary: Path, name: str) -> Path:
-        assert self._run_directory is not None
-        return self._run_directory.publish(temporary, name)
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
@@ -297,16 +293,16 @@ class Checkpoints:
             templates: Tensors whose sharding and device to use, where shape and dtype fit. The others are whole tensors
                 on the CPU.
         """
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for number in itertools.count():
             about = self._contents.get(f"{prefix}.{number}")
             if not isinstance(about, TensorStorageMetadata):
-                return found
+                return tensors
             template = templates[number] if number < len(templates) else None
             if template is None or (template.shape, template.dtype) != (about.size, about.properties.dtype):
                 template = torch.empty(about.size, dtype=about.properties.dtype)
-            found[str(number)] = torch.empty_like(template)
-        return found
+            tensors[str(number)] = torch.empty_like(template)
+        return tensors
 
     @property
     def has_training_weights(self) -> bool:
@@ -330,11 +326,15 @@ class Checkpoints:
             CheckpointError: On every rank, if a parameter or buffer is missing or of another shape or dtype. The
                 message names the first one.
         """
-        here = {name: (tuple(each.shape), each.dtype) for name, each in model.items() if isinstance(each, torch.Tensor)}
+        here = {
+            name: (tuple(tensor.shape), tensor.dtype)
+            for name, tensor in model.items()
+            if isinstance(tensor, torch.Tensor)
+        }
         there = {
-            name.removeprefix("model."): (tuple(each.size), each.properties.dtype)
-            for name, each in self._contents.items()
-            if name.startswith("model.") and isinstance(each, TensorStorageMetadata)
+            name.removeprefix("model."): (tuple(tensor.size), tensor.properties.dtype)
+            for name, tensor in self._contents.items()
+            if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)
         }
         if here == there:
             return
@@ -363,22 +363,22 @@ def opened(directory: str | os.PathLike[str], keep: int, device: torch.device) -
     checkpoints.close()
 
 
-def packed(objects: Mapping[str, Any]) -> State:
+def pickled(objects: Mapping[str, Any]) -> State:
     """Return objects in the form in which a state contains them: pickled, under `object.<name>`."""
-    return {f"object.{name}": pickle.dumps(each) for name, each in objects.items()}
+    return {f"object.{name}": pickle.dumps(content) for name, content in objects.items()}
 
 
 def _unreadable(path: Path, rank: int, why: str) -> CheckpointError:
     """Return the error for a checkpoint whose metadata cannot be read."""
-    mine, writer = str(torch.__version__), json.loads((path / run_directory.COMPLETE).read_text()).get("torch")
-    what = f"cannot read the checkpoint {path}: rank {rank}: {why}."
-    if mine == writer:
-        return CheckpointError(f"{what}\nRemove that directory to resume from the previous checkpoint.")
+    own, writer = str(torch.__version__), json.loads((path / run_directory.COMPLETE).read_text()).get("torch")
+    message = f"cannot read the checkpoint {path}: rank {rank}: {why}."
+    if own == writer:
+        return CheckpointError(f"{message}\nRemove that directory to resume from the previous checkpoint.")
     its, install = ("an unknown version of torch", "")
     if writer is not None:
         its, install = f"torch {writer}", f" (pip install torch=={writer.split('+')[0]})"
     return CheckpointError(
-        f"{what}\nThe checkpoint was written by {its}, which torch {mine} may be unable to read.\n"
+        f"{message}\nThe checkpoint was written by {its}, which torch {own} may be unable to read.\n"
         f"Resume the run with that version of torch{install}, or remove that directory to resume from the previous "
         f"checkpoint."
     )
@@ -392,10 +392,47 @@ def _probe(token: Path, rank: int) -> None:
     """Check that this rank sees the file of rank 0, and can write to the same directory."""
     if not mpi.poll(token.exists, _VISIBLE_SECONDS, longest_pause=0.1):
         raise OSError("a file that rank 0 created in it is not visible on this rank")
-    mine = token.with_suffix(f".{rank}")
-    run_directory.write(mine, b"mpicomm")
-    mine.unlink()
+    path = token.with_suffix(f".{rank}")
+    run_directory.write(path, b"mpicomm")
+    path.unlink()
 
 
-def _nothing() -> None:
-    pass
+# -- objects that contain tensors --------------------------------------------------------------------------------------
+
+
+def pack(content: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Return an object without its tensors as bytes, and the tensors, which share memory with the object."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(content)
+    return file.getvalue(), pickler.tensors
+
+
+def unpack(packed: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the object that `pack` took apart, with these tensors."""
+    return _Unpickler(io.BytesIO(packed), tensors).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles the position of a tensor in `tensors` in place of the tensor."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, thing: Any) -> int | None:
+        """Return the position of a tensor; None for other objects."""
+        if not isinstance(thing, torch.Tensor):
+            return None
+        self.tensors.append(thing.detach())
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, position: int) -> torch.Tensor:
+        """Return the tensor at a position."""
+        return self._tensors[position]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -67,8 +66,8 @@ class Step:
     """The batches of one rank in one optimizer step."""
 
     batches: Sequence[Batch]
-    total: int | None = None
-    """The number of samples of all ranks in this step; None if it requires communication."""
+    total: int = 0
+    """The number of samples of all ranks in this step; 0 until `rank_sync.aligned_steps` has added them up."""
 
     @property
     def count(self) -> int:
@@ -134,12 +133,7 @@ class DataSource(abc.ABC):
 
     def close(self) -> None:
         """Terminate the worker processes."""
-        shut_down = getattr(self._loaded, "_shutdown_workers", None)  # private: DataLoader's multi-process iterator
-        if shut_down is not None:
-            shut_down()
-        for worker in getattr(self._loaded, "_workers", ()):
-            if worker.is_alive():
-                worker.kill()  # SIGKILL, since workers ignore SIGTERM (_start_worker)
+        torch_internals.end_workers(self._loaded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,17 +249,10 @@ def _source_of_loader(
             f"Add __len__ to it, or set shard=False if each rank passes its own share."
         )
     length = len(sampler.data_source) if own is None else len(own)
-    return IndexedSource(
-        loader.dataset, options, place, length=length, sampler=own, drop_last=drop_last, **_loading(loader)
-    )
-
-
-def _loading(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of a user's DataLoader that the DataLoader of a rank takes over."""
     loading = {name: getattr(loader, name) for name in _PASSED_ON}
     if loader.collate_fn is not default_collate:
         loading["collate_fn"] = loader.collate_fn
-    return loading
+    return IndexedSource(loader.dataset, options, place, length=length, sampler=own, drop_last=drop_last, **loading)
 
 
 def _is_usual(loader: DataLoader[Any]) -> bool:
@@ -317,12 +304,12 @@ class EpochPartition:
 
         All ranks have the same number of batches, whose lengths differ by at most one.
         """
-        mine = range(start + rank, end, self.size)
+        own = range(start + rank, end, self.size)
         least = (end - start) // self.size
         number = max(1, min(self.grad_accum_steps, -(-(end - start) // (self.size * self.batch_size)), least))
-        edges = [len(mine) * each // number for each in range(number + 1)]
-        shares = [mine[low:high] for low, high in itertools.pairwise(edges)]
-        return [slice(each.start, each.stop, each.step) for each in shares]
+        edges = [len(own) * edge // number for edge in range(number + 1)]
+        shares = [own[low:high] for low, high in itertools.pairwise(edges)]
+        return [slice(share.start, share.stop, share.step) for share in shares]
 
 
 class IndexedSource(DataSource):
@@ -451,8 +438,8 @@ class IndexedSource(DataSource):
         order = self.order(epoch).numpy()  # slicing takes half the time of slicing a tensor
         for start, end in self.partition.bounds(consumed):
             batches = self.partition.batches(start, end, self._rank)
-            for number, each in enumerate(batches, start=1):
-                samples = order[each].tolist()
+            for number, positions in enumerate(batches, start=1):
+                samples = order[positions].tolist()
                 total = end - start if number == len(batches) else None
                 # A rank without samples in this batch loads one as padding, with a count of 0.
                 yield Indices(epoch, samples or [int(order[start])], len(samples), total)
@@ -491,7 +478,7 @@ class _Rows(Dataset[Any]):
 
     def __getitems__(self, indices: Indices) -> list[torch.Tensor]:
         """Return the tensors of a batch."""
-        return [each[indices.samples] for each in self._tensors]
+        return [tensor[indices.samples] for tensor in self._tensors]
 
 
 def _unchanged(batch: Any) -> Any:
@@ -516,7 +503,7 @@ class _Reproducible(Dataset[Any]):
             randomness.seed_all(_mixed(self._seed, indices.epoch, 1 + samples[0]))
         if (many := getattr(self._dataset, "__getitems__", None)) is not None:
             return many(samples)
-        return [self._dataset[each] for each in samples]
+        return [self._dataset[sample] for sample in samples]
 
 
 def _seed_of(options: LoaderOptions, place: DataRank) -> int:
@@ -546,22 +533,14 @@ class IterableSource(DataSource):
     ) -> None:
         self.is_shared = shard is not False
         self._share = _Share(dataset, options.batch_size, place if self.is_shared else DataRank(0, 1))
+        sizes = {"batch_size": options.batch_size, "grad_accum_steps": options.grad_accum_steps}
         if self.is_shared:
-            self.layout = {
-                "kind": "an iterable-style dataset that the ranks share",
-                "number of samples": self.total(),
-                "batch_size": options.batch_size,
-                "grad_accum_steps": options.grad_accum_steps,
-                "shard": shard,
-            }
-            self.order_settings = {"kind": self.layout["kind"], "seed": options.seed}
+            kind = "an iterable-style dataset that the ranks share"
+            self.layout = {"kind": kind, "number of samples": self.total(), **sizes, "shard": shard}
+            self.order_settings = {"kind": kind, "seed": options.seed}
         else:
-            self.order_settings = {
-                "kind": "an iterable-style dataset of each rank",
-                "batch_size": options.batch_size,
-                "grad_accum_steps": options.grad_accum_steps,
-                "seed": options.seed,
-            }
+            kind = "an iterable-style dataset of each rank"
+            self.order_settings = {"kind": kind, **sizes, "seed": options.seed}
         self.is_first_compared = shard is not True
         self._seed = options.seed if self.is_shared else _seed_of(options, place)
         self._generator = torch.Generator()  # for the seeds of workers; leaves the program's generator unchanged
@@ -665,9 +644,8 @@ class LoaderSource(DataSource):
         self._order: _EpochOrder | None = None
         if self._loader is not loader and not isinstance(loader.dataset, IterableDataset):
             self._order = _EpochOrder(loader.batch_sampler)
-            # DataLoader refuses to set it; the copy draws the seeds of workers from a generator of its own.
-            self._loader.__dict__["batch_sampler"] = self._order
-            self._loader.generator = torch.Generator()
+            torch_internals.set_batch_sampler(self._loader, self._order)
+            self._loader.generator = torch.Generator()  # for the seeds of workers
         self.inexact = _inexact(loader, is_drawn=self._order is not None)
         self.order_settings = {
             "kind": self.layout["kind"],
@@ -718,9 +696,11 @@ class _EpochOrder:
         self._batch_sampler = batch_sampler
         self.epoch = self.start = self.seed = 0
         parts = (batch_sampler, getattr(batch_sampler, "sampler", None))
-        found = [getattr(part, "generator", None) for part in parts]
+        generators = [getattr(part, "generator", None) for part in parts]
         self._generators = [
-            (each, each.initial_seed(), each.get_state()) for each in found if isinstance(each, torch.Generator)
+            (generator, generator.initial_seed(), generator.get_state())
+            for generator in generators
+            if isinstance(generator, torch.Generator)
         ]
 
     def __iter__(self) -> Iterator[Any]:
@@ -794,20 +774,15 @@ def _counting(loader: DataLoader[Any]) -> DataLoader[Any]:
     """
     if type(loader) is not DataLoader or loader.batch_sampler is None:
         return loader
-    same = copy.copy(loader)  # shallow: shares the sampler and the dataset with the user's loader
-    same.collate_fn = functools.partial(_counted, loader.collate_fn)
-    same._iterator = None  # its persistent workers, if any, use the original collate_fn
-    return same
+    return torch_internals.copy_of_loader(loader, functools.partial(_counted, loader.collate_fn))
 
 
 def _grouped(loaded: Iterator[Any], number: int) -> Iterator[Step]:
     """Return steps of `number` batches each; the last step has the remaining ones."""
-    while of_step := [_batch(each) for each in itertools.islice(loaded, number)]:
-        yield Step(of_step)
-
-
-def _batch(loaded: Any) -> Batch:
-    return Batch(*loaded) if isinstance(loaded, _Counted) else Batch(loaded, count_samples(loaded))
+    while of_step := list(itertools.islice(loaded, number)):
+        yield Step(
+            [Batch(*batch) if isinstance(batch, _Counted) else Batch(batch, count_samples(batch)) for batch in of_step]
+        )
 
 
 def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:

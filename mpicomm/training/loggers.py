@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mpicomm.arguments import Expected
-from mpicomm.metrics_file import Logger
-from mpicomm.training import files
+from mpicomm.training import run_directory
+
+Logger = Callable[[dict[str, Any]], None]
+"""A function that receives each entry of a run."""
 
 LoggerArgument = Logger | str | Sequence[Logger | str] | None
 
@@ -27,7 +29,7 @@ _PACKAGES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 
 NAMES = ("tensorboard", "csv", "wandb")
 _TABLE_EVENTS = ("step", "epoch", "eval", "step_eval")
-"""The entries with figures of the run; others, such as "checkpoint", are no rows of a table."""
+"""The entries with metrics; others, such as "checkpoint", are no rows of a table."""
 
 _POSITION = ("event", "step", "epoch", "consumed", "time")
 
@@ -48,10 +50,10 @@ def check(logger: LoggerArgument, checkpoint_dir: str | os.PathLike[str] | None)
         ImportError: If the package of a logger is not installed.
     """
     listed = as_list(logger)
-    for each in listed:
-        _LOGGER.check(each, "logger")
-        if isinstance(each, str) and each in _PACKAGES and importlib.util.find_spec(each) is None:
-            raise ImportError(f'logger="{each}" requires {_PACKAGES[each]}.\nInstall it: pip install {each}')
+    for kind in listed:
+        _LOGGER.check(kind, "logger")
+        if isinstance(kind, str) and kind in _PACKAGES and importlib.util.find_spec(kind) is None:
+            raise ImportError(f'logger="{kind}" requires {_PACKAGES[kind]}.\nInstall it: pip install {kind}')
     for name in NAMES:
         if listed.count(name) > 1:
             raise ValueError(f"logger must contain each name once, got {name!r} twice.\nRemove one of them.")
@@ -70,8 +72,8 @@ def as_list(logger: LoggerArgument) -> list[Any]:
 
 
 @contextlib.contextmanager
-def opened(logger: LoggerArgument, directory: Path | None, step: int) -> Iterator[Logger | None]:
-    """Yield a function that passes an entry to all loggers; None if there are none.
+def opened(logger: LoggerArgument, directory: Path | None, step: int) -> Iterator[list[Logger]]:
+    """Yield the functions that take the entries, one for each logger.
 
     Args:
         logger: The loggers.
@@ -83,19 +85,10 @@ def opened(logger: LoggerArgument, directory: Path | None, step: int) -> Iterato
         OSError: If a file cannot be written, or another program wrote it.
     """
     with contextlib.ExitStack() as stack:
-        found = [
-            stack.enter_context(_OPENED[each](directory, step)) if isinstance(each, str) else each
-            for each in as_list(logger)
+        yield [
+            stack.enter_context(_OPENED[kind](directory, step)) if isinstance(kind, str) else kind
+            for kind in as_list(logger)
         ]
-        yield _all_of(found) if found else None
-
-
-def _all_of(found: Sequence[Logger]) -> Logger:
-    def log(entry: dict[str, Any]) -> None:
-        for each in found:
-            each(entry)
-
-    return log
 
 
 def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
@@ -197,7 +190,7 @@ class CSVTable:
         writer = csv.DictWriter(table, self._columns)
         writer.writeheader()
         writer.writerows(rows)
-        files.write_whole(self._path, lambda file: file.write(table.getvalue().encode()))
+        run_directory.write_whole(self._path, lambda file: file.write(table.getvalue().encode()))
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, str]]:

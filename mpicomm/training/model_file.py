@@ -17,7 +17,7 @@ from mpicomm import agreement
 from mpicomm.arguments import PATH
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import CheckpointError
-from mpicomm.training import files
+from mpicomm.training import run_directory
 
 
 def load(
@@ -95,8 +95,8 @@ def _whole_state(model: nn.Module, *, keeps: bool) -> dict[str, Any]:
 def _save(content: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        files.write_whole(path, lambda file: torch.save(content, file))
+        run_directory.write_whole(path, lambda file: torch.save(content, file))
     except RuntimeError as error:
         # When a write fails, torch raises an error about its own file position; the OSError is the context of it.
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-    files.sync(path.parent)
+    run_directory.sync(path.parent)

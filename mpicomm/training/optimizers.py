@@ -1,9 +1,10 @@
-"""Checks of optimizers and learning-rate schedulers, and when the trainer steps a scheduler."""
+"""Checks of optimizers and learning-rate schedulers, when the trainer steps a scheduler, and combined optimizers."""
 
 from __future__ import annotations
 
+import collections
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     _MODEL.check(model, "model")
     _OPTIMIZER.check(optimizer, "optimizer")
     known = set(model.parameters())
-    if not all(each in known for group in optimizer.param_groups for each in group["params"]):
+    if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
             "the optimizer has parameters that do not belong to the model.\n"
             "Create the optimizer from model.parameters()."
@@ -123,8 +124,8 @@ def _check_plateau(scheduler: ReduceLROnPlateau, schedule: str | None, monitor: 
         )
 
 
-def figure_names(metrics: Iterable[str], *, is_evaluated: bool) -> tuple[str, ...]:
-    """Return the names of the figures that can be monitored: of an epoch, and of its evaluation if there is one."""
+def metric_names(metrics: Iterable[str], *, is_evaluated: bool) -> tuple[str, ...]:
+    """Return the names of the metrics that can be monitored: of an epoch, and of its evaluation if there is one."""
     return ("loss", "eval_loss", *metrics) if is_evaluated else ("loss",)
 
 
@@ -139,7 +140,7 @@ def monitored(monitor: str | None, metrics: Iterable[str], *, is_evaluated: bool
     Raises:
         ValueError: If epochs do not have this metric.
     """
-    known = figure_names(metrics, is_evaluated=is_evaluated)
+    known = metric_names(metrics, is_evaluated=is_evaluated)
     name = monitor or ("eval_loss" if is_evaluated else "loss")
     if name not in known:
         more = "" if is_evaluated else ", or pass eval_data, from which metrics are computed"
@@ -158,5 +159,81 @@ def _required_of_step(steps: Any) -> str:
     except (AttributeError, TypeError, ValueError):
         return ""
     empty, named = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [each.name for each in parameters.values() if each.default is empty and each.kind not in named]
+    required = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.default is empty and parameter.kind not in named
+    ]
     return ", ".join(map(repr, required[1:]))
+
+
+# -- several optimizers as one -----------------------------------------------------------------------------------------
+
+
+_OPTIMIZERS = arguments.Expected(
+    "a non-empty list of optimizers",
+    lambda value: (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in value)
+    ),
+    remedy="Pass for example [torch.optim.AdamW(model.a.parameters()), torch.optim.SGD(model.b.parameters())].",
+)
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Steps several optimizers of disjoint parameters together, for example in `Trainer`.
+
+    Its parameter groups are those of the optimizers, one after the other. A scheduler belongs to the combined
+    optimizer, and changes the learning rates of all groups.
+
+    Example::
+
+        optimizer = mpicomm.CombinedOptimizer([
+            torch.optim.AdamW(model.generator.parameters(), lr=1e-4),
+            torch.optim.SGD(model.discriminator.parameters(), lr=1e-2),
+        ])
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Combine optimizers, which have taken no step yet.
+
+        Args:
+            optimizers: The optimizers.
+
+        Raises:
+            TypeError: If it is not a list of optimizers.
+            ValueError: If two of them have a parameter in common.
+        """
+        _OPTIMIZERS.check(optimizers, "optimizers", "CombinedOptimizer")
+        self._optimizers = list(optimizers)
+        super().__init__([group for optimizer in self._optimizers for group in optimizer.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let the optimizers use the parameter groups and the state of this one."""
+        groups = iter(self.param_groups)
+        for optimizer in self._optimizers:
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+            optimizer.state = self.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all optimizers.
+
+        Args:
+            closure: Not supported.
+        """
+        if closure is not None:
+            raise TypeError("CombinedOptimizer.step() takes no closure, got one.\nCompute the loss before step().")
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state.
+
+        Args:
+            state_dict: The state, from `state_dict()`.
+        """
+        super().load_state_dict(state_dict)
+        self.state = collections.defaultdict(dict, self.state)
+        self._share()

@@ -1,6 +1,7 @@
-"""Parallel strategies: the model replicated on every rank (DDP), or sharded over the ranks (FSDP2)."""
+"""Parallel strategies: replicated (DDP) or sharded (FSDP2) models, and the compression of gradients.
 
-from __future__ import annotations
+This module must not use `from __future__ import annotations`: DDP compares the annotations of a hook with types.
+"""
 
 import contextlib
 import copy
@@ -17,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicomm import arguments
-from mpicomm.training.hooks import bf16_compression_hook
 
 STRATEGIES = ("ddp", "fsdp")
 HOOKS = ("bf16", "fp16", "powersgd")
@@ -51,6 +51,9 @@ class ParallelOptions:
 class DDPModel:
     """The model replicated on every rank with DistributedDataParallel, which overlaps all-reduce and backward pass."""
 
+    broadcasts_buffers = True
+    """Whether a forward pass broadcasts the buffers of rank 0."""
+
     def __init__(
         self, model: nn.Module, device: torch.device, options: ParallelOptions, *, synchronizes: bool = True
     ) -> None:
@@ -83,9 +86,6 @@ class DDPModel:
         with self._ddp.no_sync():
             yield
 
-    def begin_step(self) -> None:
-        """Do nothing: DDP broadcasts the buffers of rank 0 itself."""
-
     def check_backward(self) -> None:
         """Do nothing: DDP hooks into the parameters, so it works with any outputs of the model."""
 
@@ -113,6 +113,8 @@ class DDPModel:
 
 class FSDPModel:
     """The model sharded with FSDP2: each rank stores a shard of each parameter, and gathers it for computing."""
+
+    broadcasts_buffers = False
 
     def __init__(
         self,
@@ -158,10 +160,6 @@ class FSDPModel:
         finally:
             self.model.set_requires_gradient_sync(True)
 
-    def begin_step(self) -> None:
-        """Broadcast the buffers of rank 0, as DDP does (collective)."""
-        share_buffers(self.inner)
-
     def check_backward(self) -> None:
         """Check that FSDP reduced the gradients. It hooks into the tensors in the model's outputs.
 
@@ -169,7 +167,7 @@ class FSDPModel:
             TypeError: If FSDP found no tensor in the outputs. The parameters are then still unsharded, with the
                 gradients of this rank only.
         """
-        if not all(isinstance(each, DTensor) for each in self.inner.parameters()):
+        if not all(isinstance(parameter, DTensor) for parameter in self.inner.parameters()):
             raise TypeError(
                 "FSDP found no tensor in the model's outputs and therefore cannot reduce the gradients.\n"
                 "Return a tensor from forward(), or a tuple, list or dict of tensors, not an object of another class."
@@ -182,7 +180,7 @@ class FSDPModel:
 def names_in(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     """Return the names of the optimizer's parameters in the model, by parameter group."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return [[names[each] for each in group["params"]] for group in optimizer.param_groups]
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def wrap(
@@ -218,7 +216,7 @@ def wrap(
     # FSDP replaces the parameters of the model; the optimizer gets the new ones, matched by name.
     parameters = dict(model.named_parameters())
     for group, names_of_group in zip(optimizer.param_groups, names, strict=True):
-        group["params"] = [parameters[each] for each in names_of_group]
+        group["params"] = [parameters[name] for name in names_of_group]
     return sharded
 
 
@@ -231,7 +229,7 @@ class ModelTemplate:
 
     def __init__(self, model: nn.Module, *, copies: bool) -> None:
         self._model: nn.Module | None = model
-        self._copy = _copied(model, lambda each: torch.empty_like(each, device="meta")) if copies else None
+        self._copy = _copied(model, lambda parameter: torch.empty_like(parameter, device="meta")) if copies else None
 
     @property
     def has_values(self) -> bool:
@@ -242,7 +240,7 @@ class ModelTemplate:
         """Return the model; with FSDP, later calls return a copy whose parameters have undefined values."""
         if self._model is None:
             assert self._copy is not None
-            return _copied(self._copy, lambda each: torch.empty_like(each, device=device))
+            return _copied(self._copy, lambda parameter: torch.empty_like(parameter, device=device))
         model = self._model
         if self._copy is not None:
             self._model = None
@@ -252,8 +250,8 @@ class ModelTemplate:
 def _copied(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Return a copy of a model in which `change` makes the content of the parameters."""
     memo: dict[int, Any] = {}
-    for each in model.parameters():
-        memo[id(each)] = nn.Parameter(change(each.detach()), requires_grad=each.requires_grad)
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(change(parameter.detach()), requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
 
 
@@ -267,6 +265,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a sharded tensor; another tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def share_buffers(model: nn.Module) -> None:
     """Broadcast the buffers of rank 0, whose statistics cover only its own samples (collective)."""
     for buffer in model.buffers():
@@ -275,10 +278,57 @@ def share_buffers(model: nn.Module) -> None:
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     """Return the repeated layers of a model: the modules in its outermost lists. FSDP gathers each one separately."""
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            found += [layer for layer in child if any(True for _ in layer.parameters())]
+            layers += [layer for layer in child if any(True for _ in layer.parameters())]
         else:
-            found += _layers(child)
-    return found
+            layers += _layers(child)
+    return layers
+
+
+# -- compression of gradients ------------------------------------------------------------------------------------------
+
+
+_STATE = arguments.instance(
+    "a torch ProcessGroup", dist.ProcessGroup, remedy="Call model.register_comm_hook(None, bf16_compression_hook)."
+).or_none()
+_BUCKET = arguments.instance(
+    "a torch.distributed.GradBucket",
+    dist.GradBucket,
+    remedy="Let DDP call the hook: model.register_comm_hook(None, bf16_compression_hook).",
+)
+
+
+def bf16_compression_hook(
+    state: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average gradients in bfloat16, which halves the bytes of float32 and keeps its range.
+
+    For `DistributedDataParallel.register_comm_hook`, on any device (collective over the group). It replaces torch's
+    `bf16_compress_hook`. It has another name, because DDP rejects every hook of that name where NCCL is not available.
+
+    torch's hook divides before it sums, so that fp16 does not overflow, and rounds the quotients. bfloat16 cannot
+    overflow where float32 does not, so this hook leaves the average to the backend. The mpicomm backend sums and
+    divides in float32 and rounds once. Each gradient is therefore rounded twice: at compression and at the average.
+
+    Args:
+        state: The process group to average over; None for all ranks.
+        bucket: The gradients of one DDP bucket, a 1-D buffer.
+
+    Returns:
+        A future of the bucket's buffer, which then contains the averages in the dtype of the bucket.
+
+    Raises:
+        TypeError: If an argument is of another type.
+    """
+    _STATE.check(state, "state", "bf16_compression_hook")
+    _BUCKET.check(bucket, "bucket", "bf16_compression_hook")
+    gradients = bucket.buffer()
+    compressed = gradients.to(torch.bfloat16)
+    work = dist.all_reduce(compressed, op=dist.ReduceOp.AVG, group=state, async_op=True)
+
+    def decompress(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        return gradients.copy_(reduced.value()[0])
+
+    return work.get_future().then(decompress)

@@ -1,23 +1,27 @@
 """Preemption: a signal or the end of the allocation becomes a stop request, on which the ranks vote between two steps.
 
 The signal handler only records the signal. The decision is made between two steps, and the handler runs no collective
-operation.
+operation. The remaining time of a job comes from its scheduler: Slurm, PBS, LSF or Flux.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 import os
+import re
+import shutil
 import signal
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mpicomm.errors import RankFailedError
+from mpicomm.launch.scheduler_query import output_of
 from mpicomm.settings import STOPPED_STATUS
-from mpicomm.training import time_left
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGTERM, *_WARNINGS)
@@ -25,6 +29,7 @@ SIGNALS = (signal.SIGTERM, *_WARNINGS)
 # after the first one ends the process at once.
 _REPEAT_SECONDS = 10.0
 _POLL_SECONDS = 60.0  # maximum interval of scheduler queries
+_UNLIMITED_IN_FLUX = 2**32 - 1  # the seconds that Flux reports for a job without a limit
 
 
 class Preempted(SystemExit):
@@ -74,7 +79,7 @@ class StopRequest:
         """
         before = self._install_handlers()
         done = threading.Event()
-        clock = time_left.clock(os.environ) if polls_scheduler and stop_margin is not None else None
+        clock = scheduler_clock(os.environ) if polls_scheduler and stop_margin is not None else None
         if clock is not None:
             watch = threading.Thread(target=self._poll_scheduler, args=(clock, stop_margin, done), daemon=True)
             watch.name = "mpicomm-time-left"
@@ -114,3 +119,65 @@ class StopRequest:
 
 def _ignore(_number: int, _frame: types.FrameType | None) -> None:
     """Ignore a signal; child processes do not inherit a handler, unlike SIG_IGN."""
+
+
+# -- the remaining time of a job ---------------------------------------------------------------------------------------
+
+
+def scheduler_clock(environ: Mapping[str, str]) -> Callable[[], float | None] | None:
+    """Return a function that queries the scheduler for the remaining seconds.
+
+    Returns:
+        None outside of jobs, and where the command of the scheduler is missing.
+    """
+    flux, slurm = environ.get("FLUX_JOB_ID"), environ.get("SLURM_JOB_ID")
+    pbs, lsf = environ.get("PBS_JOBID"), environ.get("LSB_JOBID")
+    if flux and shutil.which("flux"):  # SLURM_* may describe the job that contains the instance
+        return lambda: seconds_of_flux(output_of(["flux", "job", "timeleft"]))
+    if slurm and shutil.which("squeue"):
+        return lambda: seconds_of_slurm(output_of(["squeue", "--noheader", "--jobs", slurm, "--format", "%L"]))
+    if pbs and shutil.which("qstat"):
+        return lambda: seconds_of_pbs(output_of(["qstat", "-f", "-F", "json", pbs]), pbs, time.time())
+    if lsf and shutil.which("bjobs"):
+        index = environ.get("LSB_JOBINDEX", "0")
+        job = lsf if index == "0" else f"{lsf}[{index}]"
+        return lambda: seconds_of_lsf(output_of(["bjobs", "-noheader", "-o", "time_left", job]))
+    return None
+
+
+def seconds_of_slurm(text: str) -> float | None:
+    """Return the seconds of squeue's `%L` field, [days-][hours:][minutes:]seconds; None if it is not a duration."""
+    days, _, clock = text.strip().rpartition("-")
+    try:
+        parts = [int(part) for part in clock.split(":")]
+        total = 86400 * int(days or 0)
+    except ValueError:  # UNLIMITED, NOT_SET, INVALID or nothing
+        return None
+    for place, part in enumerate(reversed(parts)):  # leading units may be absent
+        total += part * 60**place
+    return float(total)
+
+
+def seconds_of_pbs(text: str, job: str, now: float) -> float | None:
+    """Return the remaining seconds of a PBS job, from its start and walltime: PBS updates the used time late."""
+    try:
+        jobs = json.loads(text)["Jobs"]
+        about = jobs.get(job) or next(iter(jobs.values()))
+        hours, minutes, seconds = map(int, about["Resource_List"]["walltime"].split(":"))
+        # stime is in the local time of the server.
+        start = datetime.datetime.strptime(about["stime"], "%a %b %d %H:%M:%S %Y").astimezone()
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        return None
+    return start.timestamp() + 3600 * hours + 60 * minutes + seconds - now
+
+
+def seconds_of_lsf(text: str) -> float | None:
+    """Return the seconds of the `time_left` of bjobs, hours:minutes and a letter; None without a limit."""
+    match = re.fullmatch(r"\s*(\d+):(\d+)(?: [A-Z])?\s*", text)
+    return 3600.0 * int(match[1]) + 60.0 * int(match[2]) if match else None
+
+
+def seconds_of_flux(text: str) -> float | None:
+    """Return the seconds that `flux job timeleft` prints; None without a limit, for which it prints 2^32 - 1."""
+    seconds = int(text) if text.strip().isdigit() else _UNLIMITED_IN_FLUX
+    return float(seconds) if seconds < _UNLIMITED_IN_FLUX else None

@@ -16,7 +16,6 @@ from mpicomm.session import World
 from mpicomm.training import batches, optimizers, parallel, rank_sync
 from mpicomm.training.data import SHARD, DataRank, IndexedSource, LoaderOptions, Step, make_source
 from mpicomm.training.parallel import ParallelOptions
-from mpicomm.training.step_timing import Clock
 
 _LOADER = arguments.instance(
     "a torch.utils.data.DataLoader", DataLoader, remedy="Pass for example DataLoader(dataset, batch_size=32)."
@@ -137,14 +136,11 @@ class PreparedLoader:
         last = Step([])
 
         def padding() -> Step:
-            material = last if last.batches else self._source.first()
-            if not material.batches:
-                raise rank_sync.no_data()
-            return material.as_padding()
+            return rank_sync.padding(self._source, last, self._world.device)
 
         steps = self._source.steps(epoch, 0, 0)
-        for step, count in rank_sync.aligned_steps(self._source, steps, padding, Clock(self._world.device)):
+        for step in rank_sync.aligned_steps(self._source, steps, padding):
             last = step
             (batch,) = step.batches
-            self.weight = batch.count * self._world.size / count
+            self.weight = batch.count * self._world.size / step.total
             yield batches.moved(batch.content, self._world.device)

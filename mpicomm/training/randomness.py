@@ -30,9 +30,9 @@ def _seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def seed_at(where: str, seed: int, number: int, rank: int) -> None:
+def seed_at(point: str, seed: int, number: int, rank: int) -> None:
     """Seed the generators for a point of the run, such as step 7, so that repeating it draws the same numbers."""
-    raw = hashlib.blake2b(f"{where} {number} {seed}".encode(), digest_size=6).digest()
+    raw = hashlib.blake2b(f"{point} {number} {seed}".encode(), digest_size=6).digest()
     seed_all(int.from_bytes(raw, "big"), rank)
 
 
@@ -62,19 +62,19 @@ def drawn(make: Callable[[], Iterator[T]], seed: int) -> Iterator[T]:
 
 def states(device: torch.device) -> dict[str, Any]:
     """Return the states of this rank's generators, including the one of its GPU."""
-    found = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    generators = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        generators["cuda"] = torch.cuda.get_rng_state(device)
+    return generators
 
 
-def restore(found: dict[str, Any], device: torch.device) -> None:
+def restore(generators: dict[str, Any], device: torch.device) -> None:
     """Restore the generators to the states that `states` returned."""
-    random.setstate(found["python"])
-    np.random.set_state(found["numpy"])
-    torch.set_rng_state(found["torch"])
-    if device.type == "cuda" and "cuda" in found:
-        torch.cuda.set_rng_state(found["cuda"], device)
+    random.setstate(generators["python"])
+    np.random.set_state(generators["numpy"])
+    torch.set_rng_state(generators["torch"])
+    if device.type == "cuda" and "cuda" in generators:
+        torch.cuda.set_rng_state(generators["cuda"], device)
 
 
 @contextlib.contextmanager

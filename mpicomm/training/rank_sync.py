@@ -1,27 +1,25 @@
-"""Synchronization of the ranks between steps: uneven data, reductions, failures, stop votes. All are collective."""
+"""Synchronization of the ranks between steps: uneven data, reductions, differences. All are collective."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from mpicomm import agreement
 from mpicomm.collective_ops import collectives, group_argument
 from mpicomm.errors import TrainingError, raised_on_all_ranks
+from mpicomm.training import randomness
 from mpicomm.training.data import DataSource, Step
 from mpicomm.training.parallel import DDPModel, FSDPModel
-from mpicomm.training.preemption import is_of_all_ranks
-from mpicomm.training.step_timing import Clock
 from mpicomm.watchdog import hang_report
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from mpicomm.training.step_metrics import Clock
 
 _FIRST = "digest of the first sample"  # in the result of begin_epoch
 _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,9 +27,9 @@ _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def reduced(values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
     """Return the element-wise reduction of the values over all ranks, in float64 (collective)."""
-    found = torch.tensor(values, dtype=torch.float64, device=group_argument.resolve(None, "the trainer").control)
-    dist.all_reduce(found, op)
-    return found.tolist()
+    numbers = torch.tensor(values, dtype=torch.float64, device=group_argument.resolve(None, "the trainer").control)
+    dist.all_reduce(numbers, op)
+    return numbers.tolist()
 
 
 def total(count: int) -> int:
@@ -42,11 +40,6 @@ def total(count: int) -> int:
 def most(count: int) -> int:
     """Return the maximum over all ranks (collective)."""
     return int(reduced([count], dist.ReduceOp.MAX)[0])
-
-
-def all_true(is_so: bool) -> bool:
-    """Return whether a condition is true on all ranks (collective)."""
-    return total(not is_so) == 0
 
 
 def check_equal(values: Mapping[str, object], call: str, remedy: str) -> None:
@@ -63,9 +56,9 @@ def check_equal(values: Mapping[str, object], call: str, remedy: str) -> None:
     _compare(collectives.all_gather_object(dict(values)), call, remedy)
 
 
-def _compare(found: Sequence[Mapping[str, object]], call: str, remedy: str) -> None:
-    for name in dict.fromkeys(itertools.chain.from_iterable(found)):
-        rows = agreement.ranks_by_value([each.get(name) for each in found], range(len(found)))
+def _compare(of_ranks: Sequence[Mapping[str, object]], call: str, remedy: str) -> None:
+    for name in dict.fromkeys(itertools.chain.from_iterable(of_ranks)):
+        rows = agreement.ranks_by_value([values.get(name) for values in of_ranks], range(len(of_ranks)))
         if len(rows) > 1:
             by_rank = ", ".join(f"{value} on {hang_report.called(ranks)}" for value, ranks in rows.items())
             raise raised_on_all_ranks(
@@ -104,8 +97,8 @@ def agreed_source(
         layout = source.layout
     except Exception as caught:  # noqa: BLE001  raised after the other ranks know of it
         error = caught
-    mine = (None if error is None else str(error), dict(arguments), dict(layout))
-    messages, of_ranks, layouts = zip(*collectives.all_gather_object(mine), strict=True)
+    own = (None if error is None else str(error), dict(arguments), dict(layout))
+    messages, of_ranks, layouts = zip(*collectives.all_gather_object(own), strict=True)
     if error is not None:
         raise error
     assert source is not None
@@ -116,7 +109,7 @@ def agreed_source(
         )
     _compare(of_ranks, call, "Pass the same arguments on every rank.")
     _compare(
-        [{f"the {name} of {argument}": value for name, value in each.items()} for each in layouts],
+        [{f"the {name} of {argument}": value for name, value in of_rank.items()} for of_rank in layouts],
         call,
         f"Pass the same data on every rank, or set {shard}=False if each rank passes its own share.",
     )
@@ -124,40 +117,34 @@ def agreed_source(
 
 
 def aligned_steps(
-    source: DataSource,
-    steps: Iterator[Step],
-    padding: Callable[[], Step],
-    clock: Clock,
-    prepare: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Step, int]]:
-    """Yield steps with the same number of batches on all ranks, until no rank has samples left (collective).
+    source: DataSource, steps: Iterator[Step], padding: Callable[[], Step], clock: Clock | None = None
+) -> Iterator[Step]:
+    """Return steps with a total and the same number of batches on all ranks, until no rank has samples (collective).
 
     Args:
         source: The data.
         steps: The steps of this rank.
         padding: Returns a step of padding, for a rank without samples in a step in which other ranks have some.
         clock: Measures the time for data and communication.
-        prepare: Called before each step is loaded.
-
-    Yields:
-        The step, and the number of its samples on all ranks.
     """
+    return steps if source.is_counted else _aligned(steps, padding, clock)
+
+
+def _aligned(steps: Iterator[Step], padding: Callable[[], Step], clock: Clock | None) -> Iterator[Step]:
     while True:
         # 1. load the step, and agree on its number of samples
-        clock.start()
-        prepare()
         step = next(steps, Step([]))
-        clock.add("data")
-        count = step.total
-        if not source.is_counted:
-            count = total(step.count)
+        if clock is not None:
+            clock.add("data")
+        count = total(step.count)
+        if clock is not None:
             clock.add("communication")
         if not count:
             return
         # 2. cut or pad it to the same number of batches on all ranks
-        if not source.is_counted:
-            step = (step if step.batches else padding()).with_length(most(len(step.batches)))
-        yield step, count
+        step = (step if step.batches else padding()).with_length(most(len(step.batches)))
+        step.total = count
+        yield step
 
 
 def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ()) -> list[dict[str, object]]:
@@ -175,9 +162,9 @@ def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ())
             an iterable-style dataset together have read different first samples.
     """
     own = source.order_settings, source.first_samples
-    found = [own] if source.is_counted else collectives.all_gather_object(own)
-    _check_first_samples(source, [first for _, first in found])
-    now = [{**settings, _FIRST: first and first[1][0].hex()} for settings, first in found]
+    of_ranks = [own] if source.is_counted else collectives.all_gather_object(own)
+    _check_first_samples(source, [first for _, first in of_ranks])
+    now = [{**settings, _FIRST: first and first[1][0].hex()} for settings, first in of_ranks]
     differences = [
         (rank, name, was[name], value)
         for rank, (of_rank, was) in enumerate(zip(now, before, strict=False))
@@ -194,7 +181,7 @@ def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ())
                 )
             )
     if differences and dist.get_rank() == 0:
-        name, _ = found[differences[0][0]][1] or ("", [])
+        name, _ = of_ranks[differences[0][0]][1] or ("", [])
         warnings.warn(
             f"the run continues within an epoch, whose first sample of {name} differs from that before the "
             f"interruption: unless only its augmentation is random, samples of this epoch are repeated or omitted.\n"
@@ -205,13 +192,13 @@ def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ())
     return now
 
 
-def _check_first_samples(source: DataSource, found: Sequence[tuple[str, list[bytes]] | None]) -> None:
-    digests = [set() if first is None else set(first[1]) for first in found]
+def _check_first_samples(source: DataSource, firsts: Sequence[tuple[str, list[bytes]] | None]) -> None:
+    digests = [set() if first is None else set(first[1]) for first in firsts]
     several = [rank for rank, of_rank in enumerate(digests) if len(of_rank) > 1]
     others = [rank for rank, of_rank in enumerate(digests) if source.is_shared and of_rank != digests[0]]
     if not source.is_first_compared or not (several or others):
         return
-    name, own = next(each for rank, each in enumerate(found) if each is not None and rank in {*several, *others})
+    name, own = next(first for rank, first in enumerate(firsts) if first is not None and rank in {*several, *others})
     if source.is_shared:
         where = f"rank 0 and {hang_report.called(others)}" if others else "worker processes"
         message = (
@@ -228,6 +215,25 @@ def _check_first_samples(source: DataSource, found: Sequence[tuple[str, list[byt
     raise raised_on_all_ranks(TrainingError(message))
 
 
+def padding(source: DataSource, last: Step, device: torch.device) -> Step:
+    """Return a step of padding for a rank without samples in a step in which other ranks have some.
+
+    Args:
+        source: The data, whose first batch is the padding if there is no last step.
+        last: The last step of this rank; an empty one if it has taken none.
+        device: The device of this rank, whose random number generators do not change.
+
+    Raises:
+        ValueError: If this rank has no data at all.
+    """
+    if not last.batches:
+        with randomness.preserved(device):
+            last = source.first()
+    if not last.batches:
+        raise no_data()
+    return last.as_padding()
+
+
 def no_data() -> ValueError:
     """Return the error of a rank without data, which has no batch to use as padding."""
     return ValueError(
@@ -236,72 +242,18 @@ def no_data() -> ValueError:
     )
 
 
-class StopVote:
-    """A vote of all ranks on whether to stop, which overlaps with training (collective).
-
-    Each rank votes whether it requests a stop, whether it failed to write a checkpoint, and whether it requests the end
-    of the run. With MPI the vote is a non-blocking all-reduce of three numbers on a private communicator: an
-    asynchronous operation of the process group would wake the worker thread, which takes longer than the operation.
-    """
-
-    def __init__(self, comm: Intracomm | None) -> None:
-        """Prepare the vote.
-
-        Args:
-            comm: A communicator of all ranks, which is duplicated; None without MPI.
-        """
-        self._comm = None if comm is None else comm.Dup()
-        self._mine, self._gathered = np.zeros(3, np.int64), np.zeros(3, np.int64)
-        self._pending: Any = None
-
-    def open(self, *mine: bool) -> None:
-        """Start the vote, with the three answers of this rank."""
-        self._mine[:] = mine
-        if self._comm is not None:
-            self._pending = self._comm.Iallreduce(self._mine, self._gathered)
-        else:
-            self._pending = collectives.all_reduce(self._mine, async_op=True)
-
-    def decide(self, *counts: int) -> None:
-        """Set the result of the vote, in place of `open`, if it was part of another reduction."""
-        self._gathered[:] = counts
-
-    def close(self) -> tuple[bool, bool, bool]:
-        """Wait for the vote.
-
-        Returns:
-            Whether any rank requests a stop, whether any rank has failed, and whether any rank requests the end.
-        """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            pass  # `decide` has set the result
-        elif self._comm is None:
-            self._gathered = pending.wait()
-        else:
-            pending.Wait()
-        stop_request, has_failed, end_request = self._gathered.tolist()
-        return stop_request > 0, has_failed > 0, end_request > 0
-
-    def __enter__(self) -> StopVote:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._comm is not None and is_of_all_ranks(error):
-            self._comm.Free()
-
-
 def reasons(why: str | None) -> str:
     """Return the reasons of the stop requests with their ranks, such as `SIGTERM on rank 1` (collective)."""
-    found = collectives.all_gather_object(why)
-    rows = agreement.ranks_by_value(found, range(len(found))).items()
-    return ", ".join(f"{each} on {hang_report.called(ranks)}" for each, ranks in rows if each is not None)
+    of_ranks = collectives.all_gather_object(why)
+    rows = agreement.ranks_by_value(of_ranks, range(len(of_ranks))).items()
+    return ", ".join(f"{reason} on {hang_report.called(ranks)}" for reason, ranks in rows if reason is not None)
 
 
 def samples(step: Step, is_finite: bool) -> dict[str, Sequence[int]]:
     """Return the known sample indices of the ranks whose loss is not finite, by rank (collective)."""
-    mine = None if is_finite else [index for batch in step.batches for index in batch.indices or ()]
-    found = collectives.all_gather_object(mine)
-    return {str(rank): each for rank, each in enumerate(found) if each is not None}
+    own = None if is_finite else [index for batch in step.batches for index in batch.indices or ()]
+    of_ranks = collectives.all_gather_object(own)
+    return {str(rank): indices for rank, indices in enumerate(of_ranks) if indices is not None}
 
 
 def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:
@@ -316,7 +268,7 @@ def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:
         return
     # 1. compare a digest of the sums
     names = [name for name, _ in wrapped.inner.named_parameters()]
-    sums = torch.stack([_sum_of_bits(each) for each in wrapped.inner.parameters()])
+    sums = torch.stack([_sum_of_bits(parameter) for parameter in wrapped.inner.parameters()])
     control = group_argument.resolve(None, "the trainer").control
     least = torch.tensor(agreement.extremes(agreement.digest(sums.cpu().numpy().tobytes())), device=control)
     dist.all_reduce(least, dist.ReduceOp.MIN)

@@ -1,4 +1,7 @@
-"""Reporting of a run on rank 0: the metrics file, the progress display and the summary table."""
+"""Reporting of a run on rank 0: one writer of metrics, whose sinks are the metrics file, the loggers and the terminal.
+
+The terminal shows a live bar or plain lines, and a summary table at the end.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import contextlib
 import dataclasses
 import os
 import resource
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from mpicomm import agreement, arguments, metrics_file, rank_log, terminal
 from mpicomm.arguments import FLAG
@@ -20,15 +27,17 @@ from mpicomm.collective_ops import collectives
 from mpicomm.errors import CheckpointError
 from mpicomm.metrics_file import MetricsFile
 from mpicomm.session import World
-from mpicomm.training import loggers, progress_display
+from mpicomm.training import loggers
 from mpicomm.training.data import LoaderOptions
-from mpicomm.training.loggers import LoggerArgument
-from mpicomm.training.newest_state import Recovery
-from mpicomm.training.progress_display import Display
+from mpicomm.training.loggers import Logger, LoggerArgument
+from mpicomm.training.recovering_calls import Recovery
 from mpicomm.training.state import Position
-from mpicomm.training.step_timing import Clock
+from mpicomm.training.step_metrics import Clock
 
-_SHOW_SECONDS = 0.1
+STYLES = ("auto", "bar", "lines", "none")
+_SHOW_SECONDS = 0.1  # between two updates of the bar: rendering it takes about a millisecond
+_LINE_SECONDS = 5.0  # between two lines of progress
+_WIDTH = 110  # characters of a line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +57,7 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         loggers.check(self.logger, self.checkpoint_dir)
-        arguments.one_of(*progress_display.STYLES).check(self.progress, "progress")
+        arguments.one_of(*STYLES).check(self.progress, "progress")
         FLAG.check(self.rank_logs, "rank_logs")
         if self.rank_logs and self.checkpoint_dir is None:
             raise ValueError(
@@ -58,11 +67,20 @@ class ReportOptions:
 
 
 class Reporter:
-    """Writes the progress of a run to the metrics file and the display. Only `end` communicates with other ranks."""
+    """Writes the metrics of a run: each entry to the metrics file and the loggers, lines of text to the terminal.
 
-    def __init__(self, world: World, file: MetricsFile, display: Display) -> None:
+    Only `end` communicates with other ranks.
+    """
+
+    def __init__(self, world: World, sinks: Sequence[Logger], display: Display) -> None:
+        """Start the clocks.
+
+        Args:
+            sinks: Functions that take each entry: of the metrics file and the loggers, on rank 0.
+            display: Prints on rank 0.
+        """
         self.clock = Clock(world.device)
-        self._world, self._file, self._display = world, file, display
+        self._world, self._sinks, self._display = world, sinks, display
         self._begun = self._logged = time.monotonic()
         self._samples = 0  # of all ranks, since this process started
         self._samples_logged = 0
@@ -73,13 +91,31 @@ class Reporter:
         self._parts = dict.fromkeys(self.clock.parts, 0.0)
         self._recovery: Recovery | None = None  # until the next step is complete
 
+    def write(self, event: str, position: Position, line: str = "", /, **values: Any) -> None:
+        """Write an entry to the metrics file and the loggers, and a line, if any, to the terminal."""
+        entry = {
+            "event": event,
+            "time": time.time(),
+            "step": position.step,
+            "epoch": position.epoch,
+            "consumed": position.consumed,
+            **values,
+        }
+        for sink in self._sinks:
+            sink(entry)
+        if line:
+            self._display.print(line)
+
     def begin(self, position: Position, options: LoaderOptions, *, is_complete: bool) -> None:
         """Report the position at which the run starts or resumes, and start the clocks."""
-        about = {"ranks": self._world.size, "device": str(self._world.device), **dataclasses.asdict(options)}
-        self.write("resume" if position.step else "start", position, **about)
+        line = ""
         if position.step and not is_complete:
-            where = f"epoch {position.epoch + 1}, {position.consumed} of its samples completed"
-            self.print(f"resuming from step {position.step}: {where}")
+            line = (
+                f"resuming from step {position.step}: epoch {position.epoch + 1}, {position.consumed} of its samples "
+                f"completed"
+            )
+        job = {"ranks": self._world.size, "device": str(self._world.device)}
+        self.write("resume" if position.step else "start", position, line, **job, **dataclasses.asdict(options))
         self._begun = self._logged = time.monotonic()
 
     def begin_after(self, recovery: Recovery) -> None:
@@ -90,7 +126,7 @@ class Reporter:
             recovery.position,
             ranks=recovery.size,
             joined=list(recovery.joined),
-            failures=[dataclasses.asdict(each) for each in recovery.failures],
+            failures=[dataclasses.asdict(failure) for failure in recovery.failures],
         )
         self._begun = self._logged = time.monotonic()
 
@@ -99,17 +135,7 @@ class Reporter:
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
             gap = time.time() - recovery.last_step_at
-            self.write("recovered", position, gap_s=gap)
-            self.print(recovery.describe(gap))
-
-    def write(self, event: str, position: Position, **values: Any) -> None:
-        """Write an entry to the metrics file and the logger."""
-        about = {"time": time.time(), "step": position.step, "epoch": position.epoch, "consumed": position.consumed}
-        self._file.write(event, **about, **values)
-
-    def print(self, text: str) -> None:
-        """Print a line on rank 0."""
-        self._display.print(text)
+            self.write("recovered", position, recovery.describe(gap), gap_s=gap)
 
     def step(self, position: Position, count: int) -> None:
         """Count a step of `count` samples, and update the display at most every 0.1 s."""
@@ -130,8 +156,8 @@ class Reporter:
         now = time.monotonic()
         self._loss = self._loss if loss is None else loss
         parts = self.clock.reset()
-        for name, seconds in parts.items():
-            self._parts[name] += seconds
+        for name, part_seconds in parts.items():
+            self._parts[name] += part_seconds
         seconds = max(now - self._logged, 1e-9)
         self._gpu_utilization += _utilization(self._world.device)
         self.write(
@@ -140,7 +166,7 @@ class Reporter:
             loss=loss,
             lr=float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else None,
             samples_per_s=(self._samples - self._samples_logged) / seconds,
-            **{f"{name}_s": value for name, value in parts.items()},
+            **{f"{name}_s": part_seconds for name, part_seconds in parts.items()},
             memory_mib=_memory(self._world.device) / 2**20,
             **logged,
         )
@@ -148,23 +174,20 @@ class Reporter:
 
     def epoch(self, position: Position) -> None:
         """Report a complete epoch."""
-        figures = position.history[-1]
-        self._display.show(position.epoch - 1, position.step, int(figures["samples"]), self._loss, self._rate())
-        self.write("epoch", position, loss=figures["loss"], samples=figures["samples"])
-        if position.is_evaluated:
-            self._print_epoch(position)
+        metrics = position.history[-1]
+        self._display.show(position.epoch - 1, position.step, int(metrics["samples"]), self._loss, self._rate())
+        line = _epoch_line(position) if position.is_evaluated else ""
+        self.write("epoch", position, line, loss=metrics["loss"], samples=metrics["samples"])
 
     def evaluation(self, position: Position) -> None:
-        """Report an evaluation."""
-        names = {"epoch", "step", "loss", "samples"}
-        self.write("eval", position, **{k: v for k, v in position.history[-1].items() if k not in names})
-        self._print_epoch(position)
+        """Report an evaluation after an epoch."""
+        of_epoch = {"epoch", "step", "loss", "samples"}
+        metrics = {name: value for name, value in position.history[-1].items() if name not in of_epoch}
+        self.write("eval", position, _epoch_line(position), **metrics)
 
-    def step_evaluation(self, position: Position, figures: Mapping[str, float]) -> None:
+    def step_evaluation(self, position: Position, metrics: Mapping[str, float]) -> None:
         """Report an evaluation within an epoch."""
-        self.write("step_eval", position, **figures)
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if name != "eval_samples")
-        self.print(f"step {position.step}: {shown}")
+        self.write("step_eval", position, f"step {position.step}: {_shown(metrics, {'eval_samples'})}", **metrics)
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -179,38 +202,43 @@ class Reporter:
 
     def end(self, position: Position) -> None:
         """Write the last entry and print the summary table of the run (collective)."""
-        # 1. gather the figures of all ranks
+        # 1. gather the metrics of all ranks
         self.end_recovery(position)
         seconds = time.monotonic() - self._begun
-        mine = {
+        utilization = self._gpu_utilization
+        own = {
             "host": self._world.hostname,
             "device": str(self._world.device),
             "memory": _memory(self._world.device),
-            "utilization": sum(self._gpu_utilization) // len(self._gpu_utilization) if self._gpu_utilization else None,
+            "utilization": sum(utilization) // len(utilization) if utilization else None,
         }
-        gathered = collectives.all_gather_object(mine)
-        self.write("end", position, seconds=seconds, samples_per_s=self._rate(), ranks=gathered)
+        ranks = collectives.all_gather_object(own)
+        line = ""
         if not self._samples:
-            self.print(f"the run is complete: {position.epoch} epochs, {position.step} steps; training skipped.")
-            return
+            line = f"the run is complete: {position.epoch} epochs, {position.step} steps; training skipped."
+        self.write("end", position, line, seconds=seconds, samples_per_s=self._rate(), ranks=ranks)
         # 2. print the table
-        parts = sum(self._parts.values()) or 1.0
-        shown = {
-            "steps": f"{position.step:,} in {position.epoch} epochs",
-            "time": f"{terminal.clock(seconds)} (evaluation {terminal.clock(self._excluded)})",
-            "samples/s": f"{self._rate():,.0f} on {progress_display.shown_ranks(self._world.size)}",
-            "rank 0's steps": ", ".join(f"{value / parts:.0%} {name}" for name, value in self._parts.items()),
-        }
-        self._display.close()
-        self._display.show_table(progress_display.summary(shown, gathered))
-
-    def _print_epoch(self, position: Position) -> None:
-        known = {"epoch", "step", "samples", "eval_samples"}
-        figures = "  ".join(f"{k} {v:.4f}" for k, v in position.history[-1].items() if k not in known)
-        self.print(f"epoch {position.epoch}: {figures}")
+        if self._samples:
+            of_parts = sum(self._parts.values()) or 1.0
+            rows = {
+                "steps": f"{position.step:,} in {position.epoch} epochs",
+                "time": f"{terminal.clock(seconds)} (evaluation {terminal.clock(self._excluded)})",
+                "samples/s": f"{self._rate():,.0f} on {_shown_ranks(self._world.size)}",
+                "rank 0's steps": ", ".join(f"{value / of_parts:.0%} {name}" for name, value in self._parts.items()),
+            }
+            self._display.close()
+            self._display.show_table(_summary(rows, ranks))
 
     def _rate(self) -> float:
         return self._samples / max(time.monotonic() - self._begun - self._excluded, 1e-9)
+
+
+def _epoch_line(position: Position) -> str:
+    return f"epoch {position.epoch}: {_shown(position.history[-1], {'epoch', 'step', 'samples', 'eval_samples'})}"
+
+
+def _shown(metrics: Mapping[str, float], omitted: set[str]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in omitted)
 
 
 @contextlib.contextmanager
@@ -229,25 +257,26 @@ def opened(
     """
     prints = world.rank == 0
     path = directory / metrics_file.NAME if prints and directory is not None else None
-    metrics = []
+    sinks: list[Logger] = []
     with contextlib.ExitStack() as stack:
         if options.rank_logs and directory is not None:
             stack.enter_context(rank_log.copy_output(rank_log.path_of(directory, world.rank)))
 
-        def open_metrics() -> None:
-            logger = stack.enter_context(loggers.opened(options.logger if prints else None, directory, step))
-            metrics.append(stack.enter_context(contextlib.closing(MetricsFile(path, logger))))
+        def open_sinks() -> None:
+            of_loggers = stack.enter_context(loggers.opened(options.logger if prints else None, directory, step))
+            if path is not None:
+                sinks.append(stack.enter_context(contextlib.closing(MetricsFile(path))).write)
+            sinks.extend(of_loggers)
 
-        agreement.run_on_all_ranks(collectives.all_gather_object, open_metrics, OSError, _unusable)
+        def failed(rank: int, why: str) -> CheckpointError:
+            return CheckpointError(
+                f"rank {rank} cannot write metrics: {why}.\n"
+                f"If this names a file, move it elsewhere, correct its permissions, or pass another checkpoint_dir."
+            )
+
+        agreement.run_on_all_ranks(collectives.all_gather_object, open_sinks, OSError, failed)
         display = stack.enter_context(contextlib.closing(Display(options.progress, epochs, total, prints=prints)))
-        yield Reporter(world, metrics[0], display)
-
-
-def _unusable(rank: int, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"rank {rank} cannot write metrics: {why}.\n"
-        f"If this names a file, move it elsewhere, correct its permissions, or pass another checkpoint_dir."
-    )
+        yield Reporter(world, sinks, display)
 
 
 def _memory(device: torch.device) -> int:
@@ -265,3 +294,113 @@ def _utilization(device: torch.device) -> list[int]:
         return [torch.cuda.utilization(device)]
     except Exception:  # noqa: BLE001  torch raises exceptions of many types where NVML is missing
         return []
+
+
+# -- the terminal ------------------------------------------------------------------------------------------------------
+
+
+class Display:
+    """The progress display of a run: a bar, lines or nothing."""
+
+    def __init__(self, style: str, epochs: int | None, total: int | None, *, prints: bool) -> None:
+        """Start the display.
+
+        Args:
+            style: "bar", "lines" or "none"; "auto" is a bar on a terminal and lines elsewhere.
+            epochs: The number of epochs of the run, if known.
+            total: The number of samples in an epoch, if known.
+            prints: Whether this rank prints anything.
+        """
+        self._total = total
+        self._samples = None if epochs is None or total is None else epochs * total
+        self._of_epochs = "" if epochs is None else f"/{epochs}"
+        if not prints:
+            style = "none"
+        elif style == "auto":
+            shows_bar = terminal.columns(sys.stdout) is not None and os.environ.get("TERM", "dumb") != "dumb"
+            style = "bar" if shows_bar else "lines"
+        self._style = style
+        self._console = Console(quiet=True) if self._style == "none" else terminal.console(width=_WIDTH)
+        self._bar: Progress | None = None
+        self._line_at = 0.0
+        if self._style == "bar":
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=self._console,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._bar.start()
+            self._bar.add_task("", total=self._samples, text="")
+
+    def show(self, epoch: int, step: int, consumed: int, loss: float | None, rate: float) -> None:
+        """Update the bar, or print a line at most every 5 s.
+
+        Args:
+            epoch: The number of complete epochs.
+            step: The number of optimizer steps so far.
+            consumed: Samples of this epoch that all ranks have taken.
+            loss: The mean loss at the last reduction, if any.
+            rate: Samples per second of the whole job.
+        """
+        text = f"step {step}  loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} samples/s"
+        if self._bar is not None:
+            done = epoch * (self._total or 0) + consumed
+            name = f"epoch {epoch + 1}{self._of_epochs}"
+            self._bar.update(self._bar.task_ids[0], completed=done, description=name, text=text)
+        elif self._style == "lines" and time.monotonic() >= self._line_at + _LINE_SECONDS:
+            self._line_at = time.monotonic()
+            part = "" if not self._total else f"  {consumed / self._total:4.0%}{self._left(epoch, consumed, rate)}"
+            self.print(f"epoch {epoch + 1}{self._of_epochs}  {text}{part}")
+
+    def _left(self, epoch: int, consumed: int, rate: float) -> str:
+        if self._samples is None:
+            return ""
+        seconds = (self._samples - epoch * (self._total or 0) - consumed) / max(rate, 1e-9)
+        return f"  {terminal.clock(seconds)} left"
+
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def show_table(self, table: Table) -> None:
+        """Print a table."""
+        self._console.print(table)
+
+    def close(self) -> None:
+        """Stop the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _shown_ranks(count: int) -> str:
+    """Return `1 rank`, or `1,024 ranks`."""
+    return "1 rank" if count == 1 else f"{count:,} ranks"
+
+
+def _summary(rows: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the summary table of a run.
+
+    Args:
+        rows: The first rows, by title.
+        ranks: The host, device, peak memory in bytes and, if known, GPU utilization in percent of each rank.
+    """
+    table = Table(title="run", title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    by_host: dict[str, list[Mapping[str, Any]]] = {}
+    for rank in ranks:
+        by_host.setdefault(rank["host"], []).append(rank)
+    for host, of_host in by_host.items():
+        memory = max(rank["memory"] for rank in of_host) / 2**20
+        devices = sorted({rank["device"] for rank in of_host})
+        text = f"{_shown_ranks(len(of_host))} on {', '.join(devices)}, peak {memory:,.0f} MiB per rank"
+        used = [rank["utilization"] for rank in of_host if rank["utilization"] is not None]
+        if used:
+            text += f", GPU utilization {min(used)} to {max(used)} %"
+        table.add_row(host, text)
+    return table

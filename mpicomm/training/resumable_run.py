@@ -1,22 +1,141 @@
-"""Checkpoints, resumption and the stop vote of a training run."""
+"""A call of `fit` that can be interrupted: its checkpoints, the vote of the ranks in each step, and its limits."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import math
 import os
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
+import numpy as np
+
+from mpicomm import arguments
+from mpicomm.arguments import POSITIVE
+from mpicomm.collective_ops import collectives
 from mpicomm.training import checkpoint, parallel, rank_sync, state
+from mpicomm.training.assembly import Assembly
+from mpicomm.training.callbacks import Callback
 from mpicomm.training.checkpoint import Checkpoints
-from mpicomm.training.data import DataSource
-from mpicomm.training.preemption import Preempted, StopRequest
-from mpicomm.training.rank_sync import StopVote
-from mpicomm.training.reporting import Reporter
-from mpicomm.training.run_limits import RunLimits
-from mpicomm.training.state import Parts
+from mpicomm.training.data import DataSource, LoaderOptions
+from mpicomm.training.evaluation import Metric
+from mpicomm.training.preemption import Preempted, StopRequest, is_of_all_ranks
+from mpicomm.training.reporting import Reporter, ReportOptions
+from mpicomm.training.state import Position
+from mpicomm.training.step_profile import ProfileOptions
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+T = TypeVar("T")
+
+_SECONDS = arguments.number("a positive number of seconds", lambda value: value > 0).or_none()
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopOptions:
+    """Arguments of `Trainer` that concern the loops."""
+
+    loader: LoaderOptions
+    checkpoint_dir: str | os.PathLike[str] | None
+    save_every: int | None
+    keep_checkpoints: int
+    stop_margin: float | None
+    log_every: int
+    check_every: int | None
+    schedule: str
+    skips: bool
+    """Whether steps whose loss is not finite are skipped."""
+
+    report: ReportOptions
+    profile: ProfileOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class FitCall:
+    """A call of `fit`. If ranks fail, its loops are opened again in the next world, with the same object."""
+
+    limits: RunLimits
+    stop_request: StopRequest
+    metrics: Mapping[str, Metric]
+    monitored: str
+    """The metric that ReduceLROnPlateau monitors."""
+
+    call: Callable[..., None]
+    """Calls a hook of the callbacks, a method of `Callback`, with the trainer and further arguments."""
+
+    evaluating: Callable[[], contextlib.AbstractContextManager[None]]
+    """Returns the context of the callbacks for an evaluation."""
+
+
+class Votes(NamedTuple):
+    """The votes of a rank, each True or False; as the result of a vote, the number of ranks with True."""
+
+    stop: float = 0
+    """It requests a stop."""
+
+    failed_save: float = 0
+    """It has failed to write a checkpoint."""
+
+    end: float = 0
+    """It requests the end of the run."""
+
+    nonfinite: float = 0
+    """Its loss is not finite."""
+
+
+class StepVote:
+    """The sum of the votes of all ranks in a step (collective).
+
+    With MPI it is a non-blocking all-reduce on a private communicator, which overlaps with the optimizer step: an
+    asynchronous operation of the process group would wake the worker thread, which takes longer than the operation.
+    Where training continues after failures, it is a blocking operation of the process group, which raises an error that
+    names the failed rank.
+    """
+
+    def __init__(self, comm: Intracomm | None, *, recovers: bool) -> None:
+        """Prepare the votes.
+
+        Args:
+            comm: A communicator of all ranks, which is duplicated; None without MPI.
+            recovers: Whether training continues after a rank has failed.
+        """
+        self._comm = None if comm is None or recovers else comm.Dup()
+        self._recovers = recovers
+        self._own = self._sums = np.zeros(0)
+        self._pending: Any = None
+
+    def start(self, numbers: Sequence[float]) -> None:
+        """Start the sum of these numbers, of which all ranks have equally many."""
+        self._own = np.array(numbers, np.float64)
+        if self._recovers:
+            self._sums = np.array(rank_sync.reduced(numbers))
+        elif self._comm is not None:
+            self._sums = np.empty_like(self._own)
+            self._pending = self._comm.Iallreduce(self._own, self._sums)
+        else:
+            self._pending = collectives.all_reduce(self._own, async_op=True)
+
+    def result(self) -> list[float]:
+        """Wait for the sums of all ranks."""
+        pending, self._pending = self._pending, None
+        if pending is not None and self._comm is not None:
+            pending.Wait()
+        elif pending is not None:
+            self._sums = pending.wait()
+        return self._sums.tolist()
+
+    def __enter__(self) -> StepVote:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._comm is not None and is_of_all_ranks(error):
+            self._comm.Free()
 
 
 class ResumableRun:
@@ -24,16 +143,16 @@ class ResumableRun:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Assembly,
         checkpoints: Checkpoints | None,
-        stop_request: StopRequest,
-        limits: RunLimits,
-        on_checkpoint: Callable[[Path], None],
-        evaluating: Callable[[], contextlib.AbstractContextManager[object]],
+        fit_call: FitCall,
     ) -> None:
-        self.checkpoints, self._evaluating = checkpoints, evaluating
-        self.stop_request, self._limits, self._on_checkpoint = stop_request, limits, on_checkpoint
-        self.vote: StopVote | None = None  # set where there are checkpoints, or ranks can request the end of the run
+        self.checkpoints = checkpoints
+        self._fit_call, self._limits, self._stop_request = fit_call, fit_call.limits, fit_call.stop_request
+        self.can_stop = checkpoints is not None or self._limits.is_voted
+        """Whether a rank can stop or end the run."""
+
+        self.vote: StepVote | None = None  # set if `can_stop`, or if ranks vote on skipping or share the step
         self.is_ending = False
         """Whether the last vote has ended the run."""
 
@@ -67,40 +186,38 @@ class ResumableRun:
         if self.checkpoints is not None and self.checkpoints.newest is not None:
             self._saved, self._unreported = (self.checkpoints.newest.name, True), self.checkpoints.newest
 
-    @property
-    def own_vote(self) -> tuple[bool, bool, bool]:
-        """Whether this rank requests a stop, has failed to write a checkpoint, and requests the end of the run."""
-        if self.checkpoints is None:
-            return False, False, self._limits.requests_end
-        return self.stop_request.why is not None, self.checkpoints.has_failed, self._limits.requests_end
-
-    def start_vote(self) -> None:
-        """Start a vote of the ranks on whether to stop."""
+    def start_vote(self, *, is_finite: bool = True, numbers: Sequence[float] = ()) -> None:
+        """Start a vote of the ranks, and the sum of further numbers of all ranks."""
         if self.vote is not None:
-            self.vote.open(*self.own_vote)
+            is_stopping, has_failed = False, False
+            if self.checkpoints is not None:
+                is_stopping, has_failed = self._stop_request.why is not None, self.checkpoints.has_failed
+            self.vote.start([*Votes(is_stopping, has_failed, self._limits.requests_end, not is_finite), *numbers])
 
-    def decide_vote(self, *counts: int) -> None:
-        """Set the result of a vote that was part of another reduction."""
-        if self.vote is not None:
-            self.vote.decide(*counts)
+    def votes(self) -> tuple[Votes, list[float]]:
+        """Wait for the vote, and return its result and the sums of the further numbers (collective)."""
+        if self.vote is None:
+            return Votes(), []
+        sums, count = self.vote.result(), len(Votes._fields)
+        return Votes(*sums[:count]), sums[count:]
 
     def is_stopping(self) -> bool:
-        """Complete the vote, and return whether any rank requests a stop (collective).
+        """Wait for the vote, and return whether any rank requests a stop (collective).
 
         Raises:
             CheckpointError: On all ranks, if the save in progress has failed.
         """
-        if self.vote is None:
-            return False
-        is_requested, has_failed, self.is_ending = self.vote.close()
-        if has_failed and self.checkpoints is not None:
+        votes, _ = self.votes()
+        self.is_ending = votes.end > 0
+        if votes.failed_save and self.checkpoints is not None:
             self.checkpoints.wait()
-        return is_requested
+        return votes.stop > 0
 
     def ends_between_epochs(self) -> bool:
         """Return whether any rank requests the end of the run (collective if ranks can request it)."""
         if self._limits.is_voted and not self.is_ending:
-            self.is_ending = rank_sync.total(self._limits.requests_end) > 0
+            self.start_vote()
+            self.is_ending = self.votes()[0].end > 0
         return self.is_ending
 
     def save(self, reporter: Reporter, *, wait: bool = False) -> None:
@@ -117,19 +234,19 @@ class ResumableRun:
         position, callbacks = self._parts.position, self._parts.callbacks
         kept = callbacks.kept_checkpoints()
         if callbacks.keeping:
-            remedy = "Return the same names on every rank: decide by figures that all ranks have."
+            remedy = "Return the same names on every rank: decide by metrics that all ranks have."
             rank_sync.check_equal({"kept_checkpoints": tuple(sorted(kept))}, "callbacks", remedy)
         is_measured = position.name in kept and callbacks.keeps_evaluated_weights
         if self._saved[0] != position.name or is_measured > self._saved[1]:
             self._complete()
-            self._parts.losses.check()  # raises if a loss is not finite: such a state must not be saved
+            self._parts.metrics.check()  # raises if a loss is not finite: such a state must not be saved
             parallel.share_buffers(self._parts.wrapped.inner)  # any rank may write the entries that all ranks have
             self._saved = position.name, is_measured
             if position.consumed and self.inexact is not None:
                 self._warn(self.inexact)
             reporter.write("checkpoint", position)
             self.checkpoints.kept = kept
-            content = state.collect(self._parts, self._evaluating if is_measured else None)
+            content = state.collect(self._parts, self._fit_call.evaluating if is_measured else None)
             self.checkpoints.save(position.name, position.step, content, wait=wait)
             self._unreported = self.checkpoints.directory / position.name
         if wait:
@@ -150,17 +267,15 @@ class ResumableRun:
         self.checkpoints.wait()
         if self._unreported is not None:
             path, self._unreported = self._unreported, None
-            self._on_checkpoint(path)
+            self._fit_call.call(Callback.on_checkpoint, path)
 
     def stop(self, reporter: Reporter) -> NoReturn:
         """Save a checkpoint, and raise `Preempted` (collective)."""
         position = self._parts.position
-        why = rank_sync.reasons(self.stop_request.why)
+        why = rank_sync.reasons(self._stop_request.why)
         self.save(reporter, wait=True)
-        reporter.write("preempted", position, why=why)
-        reporter.print(
-            f"{why}: stopped at step {position.step} after saving a checkpoint; start the run again to resume"
-        )
+        line = f"{why}: stopped at step {position.step} after saving a checkpoint; start the run again to resume"
+        reporter.write("preempted", position, line, why=why)
         raise Preempted(why)
 
     def report_early_end(self, reporter: Reporter) -> None:
@@ -168,43 +283,131 @@ class ResumableRun:
         position = self._parts.position
         if self.is_ending:
             why = rank_sync.reasons(self._limits.why)
-            reporter.write("ended", position, why=why)
-            reporter.print(f"{why}: ended at step {position.step}")
+            reporter.write("ended", position, f"{why}: ended at step {position.step}", why=why)
 
 
 @contextlib.contextmanager
-def opened(
-    directory: str | os.PathLike[str] | None,
-    keep: int,
-    stop_margin: float | None,
-    parts: Parts,
-    stop_request: StopRequest,
-    limits: RunLimits,
-    on_checkpoint: Callable[[Path], None],
-    evaluating: Callable[[], contextlib.AbstractContextManager[object]],
-    *,
-    recovers: bool = False,
-) -> Iterator[ResumableRun]:
-    """Open the checkpoints in a directory, and react to signals and the end of the allocation in a block (collective).
+def opened(fit_call: FitCall, options: LoopOptions, parts: Assembly, *, recovers: bool) -> Iterator[ResumableRun]:
+    """Open the checkpoints of a run, and react to signals and the end of the allocation in a block (collective).
 
     Args:
-        directory: The directory; None for a run without checkpoints.
-        keep: The number of checkpoints to keep.
-        stop_margin: Seconds before the end of the allocation at which to stop; None disables this.
+        fit_call: The call of `fit`.
+        options: The arguments of the trainer.
         parts: The objects whose state a checkpoint contains.
-        stop_request: The stop request of this rank.
-        limits: The limits of the run, and this rank's request to end it.
-        on_checkpoint: Called with each complete checkpoint.
-        evaluating: Returns the context of the callbacks for an evaluation.
-        recovers: Whether training continues after a rank has failed. The vote then uses the process group, whose
-            operations raise an error that names the rank.
+        recovers: Whether training continues after a rank has failed.
     """
     world, checkpoints = parts.world, None
     with contextlib.ExitStack() as stack:
-        if directory is not None:
+        if options.checkpoint_dir is not None:
+            directory, keep = options.checkpoint_dir, options.keep_checkpoints
             checkpoints = stack.enter_context(checkpoint.opened(directory, keep, world.device))
-            stack.enter_context(stop_request.handling_signals(stop_margin, polls_scheduler=world.rank == 0))
-        run = ResumableRun(parts, checkpoints, stop_request, limits, on_checkpoint, evaluating)
-        if checkpoints is not None or limits.is_voted:
-            run.vote = stack.enter_context(StopVote(None if recovers else world.comm))
+            handling = fit_call.stop_request.handling_signals(options.stop_margin, polls_scheduler=world.rank == 0)
+            stack.enter_context(handling)
+        run = ResumableRun(parts, checkpoints, fit_call)
+        if run.can_stop or options.skips or recovers:
+            run.vote = stack.enter_context(StepVote(world.comm, recovers=recovers))
         yield run
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class RunLimits:
+    """The limits of one call of `fit`, and what this rank has requested within it.
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+        ValueError: If an argument is out of range, or nothing limits the run.
+    """
+
+    epochs: int | None = None
+    max_steps: int | None = None
+    max_time: float | None = None
+    eval_every: int | None = None
+    limit_batches: int | None = None
+    grad_accum_steps: int = 1
+    has_callbacks: bool = False
+    keeping: Sequence[str] = ()
+    """The names of the callbacks that keep checkpoints."""
+
+    is_evaluated: bool = True
+    """Whether the run has eval_data."""
+
+    why: str | None = None
+    """Why this rank requests the end of the run."""
+
+    is_save_requested: bool = False
+    """Whether a callback has requested a checkpoint."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "max_steps", "eval_every", "limit_batches"):
+            POSITIVE.or_none().check(getattr(self, name), name, "fit")
+        _SECONDS.check(self.max_time, "max_time", "fit")
+        if self.epochs is None and self.max_steps is None and self.max_time is None:
+            raise ValueError(
+                "fit: expected a limit of the run, got epochs=None, max_steps=None and max_time=None.\n"
+                "Pass epochs, max_steps or max_time."
+            )
+        if self.eval_every is not None and not self.is_evaluated:
+            raise ValueError(
+                f"fit: eval_every={self.eval_every} requires eval_data, got eval_data=None.\n"
+                f"Pass eval_data, or omit eval_every."
+            )
+        self._end_at = math.inf if self.max_time is None else time.monotonic() + self.max_time
+
+    @property
+    def agreed(self) -> dict[str, object]:
+        """The limits that must be equal on all ranks, by name."""
+        names = ("epochs", "max_steps", "eval_every", "limit_batches", "grad_accum_steps")
+        values = {name: getattr(self, name) for name in names}
+        return {
+            **values,
+            "whether there is eval_data": self.is_evaluated,
+            "whether there is max_time": self.max_time is not None,
+            "whether there are callbacks": self.has_callbacks,
+            "the callbacks that keep checkpoints": ", ".join(self.keeping) or "none",
+        }
+
+    @property
+    def is_voted(self) -> bool:
+        """Whether the end can depend on a rank, so that the ranks have to agree on it."""
+        return self.max_time is not None or self.has_callbacks
+
+    @property
+    def requests_end(self) -> bool:
+        """Whether this rank requests the end of the run."""
+        if self.why is None and time.monotonic() >= self._end_at:
+            self.why = f"max_time of {self.max_time:g} s"
+        return self.why is not None
+
+    def is_complete(self, position: Position) -> bool:
+        """Return whether the run has all of its epochs or steps."""
+        return position.epoch >= (math.inf if self.epochs is None else self.epochs) or self.has_all_steps(position)
+
+    def has_all_steps(self, position: Position) -> bool:
+        """Return whether the run has `max_steps` steps."""
+        return self.max_steps is not None and position.step >= self.max_steps
+
+    def is_evaluation_due(self, position: Position) -> bool:
+        """Return whether an evaluation within the epoch follows this step."""
+        every = self.eval_every
+        return every is not None and position.step % every == 0 and position.evaluated_step < position.step
+
+    def is_epoch_complete(self, position: Position, total: int | None) -> bool:
+        """Return whether the last step has completed the epoch, as far as this is known before its data end.
+
+        Args:
+            position: The position in the run.
+            total: The number of samples in an epoch, if known.
+        """
+        limit = self._steps
+        return position.consumed == total or (limit is not None and position.steps_of_epoch >= limit)
+
+    def remaining(self, steps: Iterator[T], position: Position) -> Iterator[T]:
+        """Limit the remaining steps of an epoch to those of `limit_batches`; loads no step beyond the limit."""
+        return steps if self._steps is None else itertools.islice(steps, max(0, self._steps - position.steps_of_epoch))
+
+    @property
+    def _steps(self) -> int | None:
+        return None if self.limit_batches is None else -(-self.limit_batches // self.grad_accum_steps)

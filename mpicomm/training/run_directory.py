@@ -4,6 +4,8 @@ The trainer resumes from checkpoints of this run, and removes only what it made.
 makes has the ID of the run, and the name and the inode of the directory. A copy has another inode, a renamed checkpoint
 another name, and a link is not a directory: these are the user's. So are directories of other programs, which have no
 such marker, and checkpoints of earlier versions of mpicomm, whose marker has only the step.
+
+Files are written under a temporary name and renamed: a file is complete or absent, also after a power failure.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import struct
 import uuid
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mpicomm import mpi
 from mpicomm.errors import CheckpointError
-from mpicomm.training import files
 
 COMPLETE = "COMPLETE"
 """The marker of a complete checkpoint, in JSON."""
@@ -33,6 +35,7 @@ COMPLETE = "COMPLETE"
 _INCOMPLETE = "INCOMPLETE"  # the same marker while the content is written or removed
 _LOCK = ".lock"  # also contains the ID of the run
 _LOCK_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
+TEMPORARY_SUFFIX = ".new"  # of a file that is being written
 _PREFIX = "step-"
 _REPLACED = r"\.[0-9a-f]{32}"  # added to the name of a checkpoint while another one of this name takes its place
 _TEMPORARY = re.compile(r"step-.*\.[0-9a-f]{32}\.partial")  # names of incomplete checkpoints
@@ -107,10 +110,12 @@ class RunDirectory:
         Raises:
             CheckpointError: If it has complete checkpoints, but none of this run.
         """
-        found = list(self._marked(COMPLETE))
-        of_run = [each for each in found if each.has_its_name and each.mark.get("run", self._run) == self._run]
-        if found and not of_run:
-            other = max(found, key=lambda each: each.order)
+        complete = list(self._marked(COMPLETE))
+        of_run = [
+            marked for marked in complete if marked.has_its_name and marked.mark.get("run", self._run) == self._run
+        ]
+        if complete and not of_run:
+            other = max(complete, key=lambda marked: marked.order)
             name = other.mark.get("name", f"{_PREFIX}{other.mark['step']:09d}")
             raise CheckpointError(
                 f"checkpoint_dir {self.path} has no checkpoint of this run, but a link, a copy under another name or a "
@@ -118,7 +123,7 @@ class RunDirectory:
                 f"To continue from it, copy its content to {name} in an empty directory, and pass that as "
                 f"checkpoint_dir. To start a new run, pass another checkpoint_dir."
             )
-        return max(of_run, key=lambda each: each.order).path if of_run else None
+        return max(of_run, key=lambda marked: marked.order).path if of_run else None
 
     def begin(self, name: str, step: int, **about: Any) -> Path:
         """Return a new directory for the content of a checkpoint.
@@ -145,17 +150,19 @@ class RunDirectory:
             FileExistsError: If a directory of that name exists which this run did not make.
         """
         # 1. give the content its name
-        files.sync(content)
+        sync(content)
         path, replaced = self.path / name, None
         if os.path.lexists(path):
-            if not any(each.path == path and each.has_its_name for each in self._originals(COMPLETE, _INCOMPLETE)):
+            if not any(
+                marked.path == path and marked.has_its_name for marked in self._originals(COMPLETE, _INCOMPLETE)
+            ):
                 raise FileExistsError(
                     errno.EEXIST, "this run did not make the file or directory of that name; move it elsewhere", path
                 )
             # Still marked, so that a complete checkpoint is left at any time.
             replaced = path.rename(path.with_name(f"{name}.{uuid.uuid4().hex}"))
         content.rename(path)
-        files.sync(self.path)
+        sync(self.path)
         # 2. mark it
         self._mark(path)
         if replaced is not None and (replaced / COMPLETE).exists():
@@ -164,13 +171,13 @@ class RunDirectory:
 
     def _mark(self, path: Path) -> None:
         (path / _INCOMPLETE).rename(path / COMPLETE)
-        files.sync(path)
+        sync(path)
 
     def remove_old(self, kept: Collection[str]) -> None:
         """Remove all but the newest `keep` checkpoints that this run made, and those in `kept`."""
         with _warning_on_failure(self.path):
-            originals = sorted(self._originals(COMPLETE), key=lambda each: each.order)
-            complete = [each.path for each in originals if each.has_its_name]
+            originals = sorted(self._originals(COMPLETE), key=lambda marked: marked.order)
+            complete = [marked.path for marked in originals if marked.has_its_name]
             for path in complete[: -self._keep]:
                 if path.name not in kept:
                     with _warning_on_failure(path):
@@ -181,13 +188,13 @@ class RunDirectory:
     def remove_incomplete(self) -> None:
         """Remove the incomplete checkpoints that this run made."""
         with _warning_on_failure(self.path):
-            for each in list(self._originals(_INCOMPLETE)):
-                with _warning_on_failure(each.path):
-                    path = each.path
+            for marked in list(self._originals(_INCOMPLETE)):
+                with _warning_on_failure(marked.path):
+                    path = marked.path
                     if not _TEMPORARY.fullmatch(path.name):
                         # Without its marker it would block the name.
                         path = path.rename(path.with_name(_temporary(path.name)))
-                    files.remove_tree(path, last=_INCOMPLETE)
+                    remove_tree(path, last=_INCOMPLETE)
             for path in self.path.glob(_PREFIX + "*"):
                 if _TEMPORARY.fullmatch(path.name):
                     _remove_empty(path)
@@ -195,19 +202,19 @@ class RunDirectory:
     def _settle_replaced(self) -> None:
         """Restore the checkpoints whose replacement a killed job has not completed, and remove the others."""
         with _warning_on_failure(self.path):
-            for each in list(self._originals(COMPLETE)):
-                path = self.path / str(each.mark["name"])
-                if not re.fullmatch(re.escape(path.name) + _REPLACED, each.path.name):
+            for marked in list(self._originals(COMPLETE)):
+                path = self.path / str(marked.mark["name"])
+                if not re.fullmatch(re.escape(path.name) + _REPLACED, marked.path.name):
                     continue
                 if _read(path / COMPLETE) is not None:
-                    (each.path / COMPLETE).rename(each.path / _INCOMPLETE)
+                    (marked.path / COMPLETE).rename(marked.path / _INCOMPLETE)
                 elif not os.path.lexists(path):
-                    each.path.rename(path)
+                    marked.path.rename(path)
         self.remove_incomplete()
 
     def _originals(self, *markers: str) -> Iterator[_Marked]:
         """Yield the directories with one of these markers that this run made."""
-        return (each for marker in markers for each in self._marked(marker) if each.is_original(self._run))
+        return (marked for marker in markers for marked in self._marked(marker) if marked.is_original(self._run))
 
     def _marked(self, marker: str) -> Iterator[_Marked]:
         for path in self.path.glob(_PREFIX + "*"):
@@ -245,7 +252,7 @@ class RunDirectory:
         if isinstance(stored.get("run"), str):
             return str(stored["run"])
         # The file is new or empty (an earlier version), or was removed.
-        runs = {each.mark["run"] for each in self._marked(COMPLETE) if each.has_its_name and "run" in each.mark}
+        runs = {marked.mark["run"] for marked in self._marked(COMPLETE) if marked.has_its_name and "run" in marked.mark}
         if len(runs) > 1:
             raise CheckpointError(
                 f"checkpoint_dir {self.path} must have the checkpoints of one run, got those of {len(runs)} runs.\n"
@@ -263,8 +270,8 @@ _open: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     """Close the files in a forked child, such as a worker of a DataLoader: it would keep the lock of a killed rank."""
-    for each in _open:
-        each._file.close()
+    for directory in _open:
+        directory._file.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -272,7 +279,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def write(path: Path, content: bytes) -> None:
     """Write a file completely or not at all."""
-    files.write_whole(path, lambda file: file.write(content))
+    write_whole(path, lambda file: file.write(content))
 
 
 def _temporary(name: str) -> str:
@@ -282,7 +289,7 @@ def _temporary(name: str) -> str:
 def _remove_empty(path: Path) -> None:
     """Remove a directory without content: a job was killed after it created the directory, or before it removed it."""
     with contextlib.suppress(OSError):  # it has content, or is not a directory
-        unfinished = path / f"{_INCOMPLETE}{files.TEMPORARY_SUFFIX}"
+        unfinished = path / f"{_INCOMPLETE}{TEMPORARY_SUFFIX}"
         if [*path.iterdir()] == [unfinished]:
             unfinished.unlink()
         path.rmdir()
@@ -326,3 +333,59 @@ def _warning_on_failure(path: Path) -> Iterator[None]:
     except OSError as error:
         message = f"cannot remove {path} yet: {error}. The next save tries again; the newer checkpoints are complete."
         warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file under a temporary name in its directory, sync it, and rename it.
+
+    Args:
+        path: The file; an existing file is replaced.
+        write: Writes the content to the open file.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def sync(directory: Path) -> None:
+    """Sync the entries of a directory to disk (fsync)."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_tree(directory: Path, last: str) -> None:
+    """Remove a directory and as much of its content as possible.
+
+    Args:
+        directory: The directory.
+        last: The file that is removed when nothing else is left.
+
+    Raises:
+        OSError: If a file cannot be removed: on NFS, for example, a file that a process has open (EBUSY).
+    """
+    failures = []
+    for path in directory.iterdir():
+        if path.name != last:
+            try:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            except OSError as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+    if left := [path for path in directory.iterdir() if path.name != last]:  # NFS renames a removed file that is open
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), left[0])
+    (directory / last).unlink()
+    directory.rmdir()

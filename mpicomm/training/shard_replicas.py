@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from mpicomm.collective_ops import collectives, point_to_point
-from mpicomm.training import state
-from mpicomm.training.state import Parts
+from mpicomm.training import parallel, state
+from mpicomm.training.assembly import Assembly
 
 Version = tuple[int, int]
 """The number of the world and the step of a refresh; greater for later ones."""
@@ -38,16 +38,8 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shard:
-    """A copy of the shard of one rank."""
-
-    tensors: Sequence[torch.Tensor]
-    about: _About
-
-
-@dataclasses.dataclass(frozen=True)
-class _About:
-    """The content of a shard other than its tensors."""
+class _Description:
+    """The content of a shard other than its tensors: equal on all ranks."""
 
     names: Sequence[tuple[str, ...]]
     are_sharded: Sequence[bool]
@@ -55,13 +47,16 @@ class _About:
     """The parameter groups of the optimizer."""
 
     run: Mapping[str, Any]
-    """The objects that are equal on all ranks."""
+    """The objects of the run that are equal on all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Version:
+class _Copies:
+    """The shards of one version that this rank holds."""
+
     size: int
-    shards: Mapping[int, _Shard]
+    description: _Description
+    shards: Mapping[int, Sequence[torch.Tensor]]
     """By rank in the world of the version."""
 
 
@@ -75,34 +70,36 @@ class ShardReplicas:
             every: The number of steps from one refresh to the next.
         """
         self._every = every
-        self._versions: dict[Version, _Version] = {}
+        self._versions: dict[Version, _Copies] = {}
 
     @property
     def held(self) -> tuple[Held, ...]:
         """The shards that this rank holds: of one version, or of two if a refresh was interrupted."""
-        return tuple(Held(version, tuple(each.shards), each.size) for version, each in self._versions.items())
+        return tuple(Held(version, tuple(copies.shards), copies.size) for version, copies in self._versions.items())
 
-    def refresh_if_due(self, parts: Parts) -> None:
-        """Refresh the copies after every `every`-th step (collective)."""
-        if parts.position.step % self._every == 0:
-            self.refresh(parts)
+    def refresh(self, parts: Assembly, *, only_if_due: bool = False, has_callbacks: bool = True) -> None:
+        """Copy this rank's shard, and exchange copies with the neighbours (collective).
 
-    def refresh(self, parts: Parts) -> None:
-        """Copy this rank's shard, and exchange copies with the neighbours (collective)."""
-        world = parts.world
-        mine = _copied(parts)
-        shards = {world.rank: mine}
+        Args:
+            parts: The objects of the run.
+            only_if_due: Do so only after every `every`-th step.
+            has_callbacks: Whether the callbacks have states, which exist from `on_setup` on.
+        """
+        world, step = parts.world, parts.position.step
+        if only_if_due and step % self._every:
+            return
+        description, own = _copied(parts, has_callbacks=has_callbacks)
+        shards = {world.rank: own}
         if world.size > 1:
             following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-            tensors = point_to_point.sendrecv(list(mine.tensors), following, previous)
-            shards[previous] = _Shard(tensors, mine.about)
-        version = (world.recoveries, parts.position.step)
-        self._versions[version] = _Version(world.size, shards)
+            shards[previous] = point_to_point.sendrecv(own, following, previous)
+        version = (world.recoveries, step)
+        self._versions[version] = _Copies(world.size, description, shards)
         # The earlier version may be released only when every rank has the new one.
         dist.barrier()
         self._versions = {version: self._versions[version]}
 
-    def restore(self, parts: Parts, held: Sequence[Sequence[Held]]) -> bool:
+    def restore(self, parts: Assembly, held: Sequence[Sequence[Held]]) -> bool:
         """Restore the newest version of which all shards are left, and return whether there is one (collective).
 
         Args:
@@ -112,18 +109,14 @@ class ShardReplicas:
         version, holders = newest_complete(held)
         if version is None:
             return False
-        rank = dist.get_rank()
-        own = self._versions[version].shards if version in self._versions else {}
-        # 1. broadcast the descriptions of the shards
-        first = holders[0]
-        mine = own.get(0) if rank == first else None
-        about: _About = collectives.broadcast_object(mine.about if mine is not None else None, src=first)
-        shapes = {
-            shard: collectives.broadcast_object(
-                [(each.shape, each.dtype) for each in own[shard].tensors] if rank == holder else None, src=holder
-            )
-            for shard, holder in enumerate(holders)
-        }
+        rank, copies = dist.get_rank(), self._versions.get(version)
+        shards = {} if copies is None else copies.shards
+        # 1. share the description of the shards, and the shapes of their tensors
+        own = None if copies is None else copies.description
+        description: _Description = collectives.broadcast_object(own, src=holders[0])
+        shapes = collectives.all_gather_object(
+            {shard: [(tensor.shape, tensor.dtype) for tensor in tensors] for shard, tensors in shards.items()}
+        )
         # 2. assemble one tensor after the other, and take this rank's part of it
         model: Any
         optimizer: Any
@@ -131,19 +124,21 @@ class ShardReplicas:
         content = {"model": model, "optimizer": optimizer}
         targets = dict(_tensors_in(content))
         kept = set()
-        for number, name in enumerate(about.names):
+        for number, name in enumerate(description.names):
             pieces = []
             for shard, holder in enumerate(holders):
-                shape, dtype = shapes[shard][number]
-                piece = own[shard].tensors[number] if rank == holder else torch.empty(shape, dtype=dtype)
+                shape, dtype = shapes[holder][shard][number]
+                piece = shards[shard][number] if rank == holder else torch.empty(shape, dtype=dtype)
                 dist.broadcast(piece, holder)
                 pieces.append(piece)
-            whole = torch.cat(pieces) if about.are_sharded[number] else pieces[0]
+            whole = torch.cat(pieces) if description.are_sharded[number] else pieces[0]
             _take_part(targets[name], whole, parts.world.size, rank)
             kept.add(name[:-1])
         # 3. load the objects
-        optimizer["state"] = {name: each for name, each in optimizer["state"].items() if ("optimizer", name) in kept}
-        optimizer["param_groups"] = about.groups
+        optimizer["state"] = {
+            name: values for name, values in optimizer["state"].items() if ("optimizer", name) in kept
+        }
+        optimizer["param_groups"] = description.groups
         set_state_dict(
             parts.wrapped.inner,
             parts.optimizer,
@@ -151,7 +146,7 @@ class ShardReplicas:
             optim_state_dict=optimizer,
             options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
         )
-        state.load_of_all_ranks(parts, about.run)
+        state.load_of_all_ranks(parts, description.run)
         return True
 
 
@@ -164,47 +159,40 @@ def newest_complete(held: Sequence[Sequence[Held]]) -> tuple[Version | None, lis
     holders: dict[Version, dict[int, int]] = {}
     sizes: dict[Version, int] = {}
     for rank, of_rank in enumerate(held):
-        for each in of_rank:
-            sizes[each.version] = each.size
-            for shard in each.ranks:
-                holders.setdefault(each.version, {}).setdefault(shard, rank)
-    complete = [version for version, found in holders.items() if len(found) == sizes[version]]
+        for shards in of_rank:
+            sizes[shards.version] = shards.size
+            for shard in shards.ranks:
+                holders.setdefault(shards.version, {}).setdefault(shard, rank)
+    complete = [version for version, of_version in holders.items() if len(of_version) == sizes[version]]
     if not complete:
         return None, []
     newest = max(complete)
     return newest, [holders[newest][shard] for shard in range(sizes[newest])]
 
 
-def _copied(parts: Parts) -> _Shard:
+def _copied(parts: Assembly, *, has_callbacks: bool) -> tuple[_Description, list[torch.Tensor]]:
+    """Return the description of the shards, and copies of the tensors of this rank's shard in host memory."""
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     named = list(_tensors_in({"model": model, "optimizer": optimizer}))
-    tensors = [_local(each).detach().to("cpu", copy=True).contiguous() for _, each in named]
-    are_sharded = [isinstance(each, DTensor) for _, each in named]
-    run = copy.deepcopy(state.of_all_ranks(parts))  # the states of callbacks are not copies
-    about = _About([name for name, _ in named], are_sharded, optimizer["param_groups"], run)
-    return _Shard(tensors, about)
+    tensors = [parallel.local(tensor).detach().to("cpu", copy=True).contiguous() for _, tensor in named]
+    are_sharded = [isinstance(tensor, DTensor) for _, tensor in named]
+    run = copy.deepcopy(
+        state.of_all_ranks(parts, has_callbacks=has_callbacks)
+    )  # the states of callbacks are not copies
+    return _Description([name for name, _ in named], are_sharded, optimizer["param_groups"], run), tensors
 
 
 def _tensors_in(content: Mapping[str, Any]) -> list[tuple[tuple[str, ...], torch.Tensor]]:
     """Return the tensors of a model and an optimizer, with their names."""
-    model = [(("model", name), each) for name, each in content["model"].items() if isinstance(each, torch.Tensor)]
-    optimizer = [
-        (("optimizer", name, key), each)
-        for name, values in content["optimizer"]["state"].items()
-        for key, each in values.items()
-        if isinstance(each, torch.Tensor)
-    ]
-    return [*model, *optimizer]
+    values: list[tuple[tuple[str, ...], Any]] = [(("model", name), value) for name, value in content["model"].items()]
+    for name, of_parameter in content["optimizer"]["state"].items():
+        values += [(("optimizer", name, key), value) for key, value in of_parameter.items()]
+    return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
 
 
 def _take_part(target: torch.Tensor, whole: torch.Tensor, size: int, rank: int) -> None:
     """Copy this rank's part of a tensor, as FSDP shards it: chunks of the first dimension."""
-    local = _local(target)
     if isinstance(target, DTensor):
         chunks = whole.chunk(size)
         whole = chunks[rank] if rank < len(chunks) else whole[:0]
-    local.copy_(whole)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    parallel.local(target).copy_(whole)

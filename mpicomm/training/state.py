@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -17,15 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
-from mpicomm.session import World
-from mpicomm.training import batches, checkpoint, randomness, tensor_packing
-from mpicomm.training.callbacks import CallbackList
+from mpicomm.training import batches, checkpoint, randomness
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
-from mpicomm.training.logged_values import LoggedValues
-from mpicomm.training.losses import Losses
-from mpicomm.training.parallel import DDPModel, FSDPModel
-from mpicomm.training.precision import Precision
+from mpicomm.training.step_metrics import LOSS
+
+if TYPE_CHECKING:
+    from mpicomm.training.assembly import Assembly
 
 History = list[dict[str, float]]
 
@@ -60,7 +58,7 @@ class Position:
     """The step of the last evaluation within an epoch (`eval_every`)."""
 
     evaluated_figures: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The figures of that evaluation."""
+    """The metrics of that evaluation. Checkpoints contain the field under this name."""
 
     @property
     def progress(self) -> tuple[int, int, bool, int]:
@@ -75,11 +73,12 @@ class Position:
             name += f"-epoch-{self.epoch:05d}{'-evaluated' if self.is_evaluated else ''}"
         return name
 
-    def advance(self, count: int) -> None:
-        """Count a step that took `count` samples on all ranks together."""
+    def advance(self, count: int, losses: tuple[float, int] = (0.0, 0)) -> None:
+        """Count a step that took `count` samples on all ranks together, and the sum of its losses if it is known."""
         self.step += 1
         self.steps_of_epoch += 1
         self.consumed += count
+        self.add_losses(*losses)
 
     def add_losses(self, total: float, count: int) -> None:
         """Add the sum of the losses of `count` samples of all ranks."""
@@ -87,41 +86,26 @@ class Position:
         self.loss_count += count
 
     def end_epoch(self, *, is_evaluated: bool) -> None:
-        """Append the figures of the epoch to the history, and start the next epoch."""
+        """Append the metrics of the epoch to the history, and start the next epoch."""
         self.epoch += 1
         loss = self.loss_sum / max(self.loss_count, 1)
         self.history.append({"epoch": self.epoch, "step": self.step, "loss": loss, "samples": self.consumed})
         self.consumed = self.steps_of_epoch = self.loss_count = 0
         self.loss_sum, self.is_evaluated = 0.0, is_evaluated
 
-    def add_evaluation(self, figures: Mapping[str, float]) -> None:
-        """Add the figures of the evaluation of the last epoch to the history."""
-        self.history[-1] |= figures
+    def add_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of the evaluation of the last epoch to the history."""
+        self.history[-1] |= metrics
         self.is_evaluated = True
 
 
-def evaluation_figures(means: Mapping[str, float], count: int) -> dict[str, float]:
-    """Return the figures of an evaluation: the means over `count` samples, with the loss as `eval_loss`."""
-    figures = {f"eval_{name}" if name == "loss" else name: value for name, value in means.items()}
-    return {**figures, "eval_samples": count}
+def evaluation_metrics(means: Mapping[str, float], count: int) -> dict[str, float]:
+    """Return the metrics of an evaluation: the means over `count` samples, with the loss as `eval_loss`."""
+    metrics = {f"eval_{name}" if name == "loss" else name: value for name, value in means.items()}
+    return {**metrics, "eval_samples": count}
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """The objects of a run whose state a checkpoint contains."""
-
-    wrapped: DDPModel | FSDPModel
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    precision: Precision
-    position: Position
-    losses: Losses
-    logged: LoggedValues
-    world: World
-    callbacks: CallbackList = dataclasses.field(default_factory=CallbackList)
-
-
-def collect(parts: Parts, evaluating: Callable[[], AbstractContextManager[object]] | None = None) -> State:
+def collect(parts: Assembly, evaluating: Callable[[], AbstractContextManager[object]] | None = None) -> State:
     """Return the content of a checkpoint as a copy, since training continues while it is written.
 
     Args:
@@ -131,48 +115,53 @@ def collect(parts: Parts, evaluating: Callable[[], AbstractContextManager[object
     """
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     shared = {"optimizer": type(parts.optimizer).__name__, "ranks": parts.world.size, **of_all_ranks(parts)}
-    of_callbacks = {name: tensor_packing.pack(each) for name, each in shared["callbacks"].items()}
+    of_callbacks = {name: checkpoint.pack(of_callback) for name, of_callback in shared["callbacks"].items()}
     shared["callbacks"] = {name: raw for name, (raw, _) in of_callbacks.items()}
-    numbered = {name: _numbered(found) for name, (_, found) in of_callbacks.items() if found}
+    numbered = {
+        name: {str(number): tensor for number, tensor in enumerate(tensors)}
+        for name, (_, tensors) in of_callbacks.items()
+        if tensors
+    }
     content = {"model": model, "optimizer": optimizer, **({"callbacks": numbered} if numbered else {})}
     tensors = batches.mapped(content, _copied)
     if evaluating is not None:
         tensors["training"] = tensors["model"]
         with evaluating():
             tensors["model"] = batches.mapped(get_model_state_dict(parts.wrapped.inner), _copied)
+    sums = parts.metrics.sums
     own = {
         "random": randomness.states(parts.world.device),
-        "losses": (float(parts.losses.total), parts.losses.count),
-        "logged": parts.logged.sums,
+        "losses": sums.pop(LOSS, (0.0, 0)),
+        "logged": sums,
         "hook": parts.wrapped.hook_state,
     }
-    return {**tensors, **checkpoint.packed({"run": shared, f"rank {parts.world.rank}": own})}
+    return {**tensors, **checkpoint.pickled({"run": shared, f"rank {parts.world.rank}": own})}
 
 
-def collect_replicated(parts: Parts) -> dict[str, Any]:
+def collect_replicated(parts: Assembly) -> dict[str, Any]:
     """Return the state of a replicated model (DDP), all of which every rank has; the tensors are not copies."""
     tensors = {"model": parts.wrapped.inner.state_dict(), "optimizer": parts.optimizer.state_dict()}
     return {**tensors, "run": of_all_ranks(parts)}
 
 
-def load_replicated(parts: Parts, content: dict[str, Any]) -> None:
+def load_replicated(parts: Assembly, content: dict[str, Any]) -> None:
     """Load the state that `collect_replicated` returned on another rank."""
     parts.wrapped.inner.load_state_dict(content["model"])
     parts.optimizer.load_state_dict(content["optimizer"])
     load_of_all_ranks(parts, content["run"])
 
 
-def of_all_ranks(parts: Parts) -> dict[str, Any]:
-    """Return the objects that are equal on all ranks."""
+def of_all_ranks(parts: Assembly, *, has_callbacks: bool = True) -> dict[str, Any]:
+    """Return the objects that are equal on all ranks; without callbacks before their `on_setup`."""
     return {
         "position": dataclasses.asdict(parts.position),
         "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
         "scaler": parts.precision.scaler.state_dict(),
-        "callbacks": parts.callbacks.states(),
+        "callbacks": parts.callbacks.states() if has_callbacks else {},
     }
 
 
-def load_of_all_ranks(parts: Parts, run: Mapping[str, Any]) -> None:
+def load_of_all_ranks(parts: Assembly, run: Mapping[str, Any]) -> None:
     """Load the objects that are equal on all ranks."""
     if parts.scheduler is not None and run["scheduler"] is not None:
         parts.scheduler.load_state_dict(run["scheduler"])
@@ -182,7 +171,7 @@ def load_of_all_ranks(parts: Parts, run: Mapping[str, Any]) -> None:
         setattr(parts.position, name, value)
 
 
-def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
+def restore(checkpoints: Checkpoints, parts: Assembly, train: DataSource) -> None:
     """Restore the newest checkpoint (collective).
 
     Raises:
@@ -217,16 +206,16 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     checkpoints.check_model(model)
     with_state = checkpoints.parameters_with_state()
-    optimizer["state"] = {name: each for name, each in optimizer["state"].items() if name in with_state}
+    optimizer["state"] = {name: value for name, value in optimizer["state"].items() if name in with_state}
     weights = "training" if checkpoints.has_training_weights else "model"
     content: State = {weights: model, "optimizer": optimizer}
-    templates = {name: tensor_packing.pack(each)[1] for name, each in parts.callbacks.states().items()}
+    templates = {name: checkpoint.pack(value)[1] for name, value in parts.callbacks.states().items()}
     packed = run.get("callbacks", {})  # absent in checkpoints of earlier versions
     tensors = {name: checkpoints.empty_tensors(f"callbacks.{name}", templates.get(name, ())) for name in packed}
     if any(tensors.values()):
-        content["callbacks"] = {name: each for name, each in tensors.items() if each}
+        content["callbacks"] = {name: value for name, value in tensors.items() if value}
     checkpoints.load(content)
-    run["callbacks"] = {name: tensor_packing.unpack(raw, [*tensors[name].values()]) for name, raw in packed.items()}
+    run["callbacks"] = {name: checkpoint.unpack(raw, [*tensors[name].values()]) for name, raw in packed.items()}
     set_state_dict(
         parts.wrapped.inner,
         parts.optimizer,
@@ -243,23 +232,19 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
         own = owns[parts.world.rank]
         randomness.restore(own["random"], parts.world.device)
         parts.wrapped.hook_state = own["hook"]
-        parts.losses.total, parts.losses.count = own["losses"]
-        parts.logged.restore([own["logged"]])
+        _restore_metrics([own], parts)
 
 
-def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
+def _share_out(owns: list[dict[str, Any]], parts: Assembly) -> None:
     """Restore the state of each rank on another number of ranks: new seeds, and rank 0 gets the sums of all ranks."""
     text = f"{parts.position.step} {owns[0]['random']['torch'].tolist()}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     randomness.seed_all(seed, parts.world.rank)
-    is_first = parts.world.rank == 0
-    parts.losses.total = sum(own["losses"][0] for own in owns) if is_first else 0.0
-    parts.losses.count = sum(own["losses"][1] for own in owns) if is_first else 0
-    parts.logged.restore([own["logged"] for own in owns] if is_first else [])
+    _restore_metrics(owns if parts.world.rank == 0 else [], parts)
 
 
-def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {str(number): each for number, each in enumerate(tensors)}
+def _restore_metrics(owns: Sequence[dict[str, Any]], parts: Assembly) -> None:
+    parts.metrics.restore([{LOSS: own["losses"], **own["logged"]} for own in owns])
 
 
 def _copied(value: Any) -> Any:

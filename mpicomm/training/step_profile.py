@@ -114,8 +114,10 @@ class StepProfiler:
 
 
 @contextlib.contextmanager
-def opened(options: ProfileOptions, directory: Path | None, world: World, completed: int) -> Iterator[StepProfiler]:
-    """Yield the profiler of a run; at the end of the block it writes a trace that it has begun.
+def opened(
+    options: ProfileOptions, directory: Path | None, world: World, completed: int
+) -> Iterator[StepProfiler | None]:
+    """Yield the profiler, if this rank profiles steps; at the end of the block it writes a trace that it has begun.
 
     Args:
         options: The steps and the ranks.
@@ -123,10 +125,10 @@ def opened(options: ProfileOptions, directory: Path | None, world: World, comple
         world: The world of the run.
         completed: The number of steps from which the run continues.
     """
-    is_profiled = options.steps is not None and directory is not None and world.rank in options.ranks
-    steps = options.steps if is_profiled else range(0)
-    assert steps is not None
-    profiler = StepProfiler(steps, (directory or Path()) / FOLDER, world)
+    if options.steps is None or directory is None or world.rank not in options.ranks:
+        yield None
+        return
+    profiler = StepProfiler(options.steps, directory / FOLDER, world)
     with contextlib.closing(profiler):
         profiler.count(completed)
         yield profiler

@@ -24,25 +24,23 @@ from mpicomm.training import (
     model_file,
     optimizers,
     parallel,
-    prediction,
     randomness,
     rank_sync,
     training_loop,
 )
-from mpicomm.training.assembly import Assembly, StepOptions
+from mpicomm.training.assembly import Assembly
 from mpicomm.training.callbacks import Callback, CallbackList
 from mpicomm.training.data import SHARD, DataRank, DataSource, LoaderOptions, make_source
 from mpicomm.training.loggers import LoggerArgument
 from mpicomm.training.parallel import DDPModel, FSDPModel
-from mpicomm.training.precision import Precision
 from mpicomm.training.preemption import StopRequest
 from mpicomm.training.recovering_calls import RecoveringCalls
 from mpicomm.training.reporting import Reporter, ReportOptions
-from mpicomm.training.run_limits import RunLimits
+from mpicomm.training.resumable_run import FitCall, LoopOptions, RunLimits
 from mpicomm.training.shard_replicas import ShardReplicas
 from mpicomm.training.state import History, Position
 from mpicomm.training.step_profile import ProfileOptions
-from mpicomm.training.training_loop import FitCall, LoopOptions
+from mpicomm.training.training_step import Precision, StepOptions
 from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")
@@ -191,7 +189,7 @@ class Trainer:
             seed: The seed of the order of samples and of all random number generators.
             num_workers: Data-loading worker processes per rank.
             on_nonfinite: "stop" ends the run at a loss that is not finite, with an error that names its samples;
-                "skip" skips such steps, at the cost of one all-reduce of one number in each step.
+                "skip" skips such steps: the update of the parameters then waits for an all-reduce of four numbers.
             check_every: Steps between comparisons of the parameters of all ranks (DDP). None disables them.
             stop_margin: Seconds before the end of the allocation (Slurm, PBS, LSF, Flux) at which to save and exit, or
                 half of the remaining time at the start if that is less. None ignores the end of the allocation.
@@ -265,8 +263,8 @@ class Trainer:
             profile=profile_options,
         )
         self._monitor = monitor
-        self.figure_names: tuple[str, ...] = ()
-        """The names of the figures of the epochs and evaluations of the present or last call of `fit`."""
+        self.metric_names: tuple[str, ...] = ()
+        """The names of the metrics of the epochs and evaluations of the present or last call of `fit`."""
 
         self._limits = RunLimits(1)  # of the present or last call of `fit`, like the reporter
         self._reporter: Reporter
@@ -290,12 +288,12 @@ class Trainer:
     @property
     def world(self) -> session.World:
         """The world in which the trainer runs; another one after each recovery."""
-        return self._assembly.parts.world
+        return self._assembly.world
 
     @property
     def wrapped(self) -> DDPModel | FSDPModel:
         """The model as DDP or FSDP wraps it."""
-        return self._assembly.parts.wrapped
+        return self._assembly.wrapped
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -310,7 +308,7 @@ class Trainer:
     @property
     def precision(self) -> Precision:
         """The precision in which the model computes."""
-        return self._assembly.parts.precision
+        return self._assembly.precision
 
     @property
     def position(self) -> Position:
@@ -414,7 +412,7 @@ class Trainer:
         SHARD.check(shard, "shard", "fit")
         SHARD.check(eval_shard, "eval_shard", "fit")
         metrics, monitored = metrics or {}, "loss"
-        self.figure_names = optimizers.figure_names(metrics, is_evaluated=is_evaluated)
+        self.metric_names = optimizers.metric_names(metrics, is_evaluated=is_evaluated)
         if schedule == optimizers.ON_METRIC:
             monitored = optimizers.monitored(self._monitor, metrics, is_evaluated=is_evaluated)
         # 2. train
@@ -532,7 +530,7 @@ class Trainer:
             TypeError: If a value is neither a number nor a tensor.
             ValueError: If a tensor has more than one element, or the entry has another field of that name.
         """
-        self._assembly.logged.add(values)
+        self._assembly.metrics.log(values)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model's state_dict to a file, for use with or without Trainer (collective).
@@ -620,14 +618,14 @@ class Trainer:
 
     def _evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric], shard: bool | None) -> dict[str, float]:
         with self._opened_outside_fit(data, shard, "evaluate", arguments={"metrics": _names(metrics)}) as source:
-            found = evaluation.evaluate(self._assembly.step, source, metrics)
-        assert found is not None  # it is never stopped
-        means, count = found
+            outcome = evaluation.evaluate(self._assembly.step, source, metrics)
+        assert outcome is not None  # it is never stopped
+        means, count = outcome
         return {**means, "samples": count}
 
     def _predict(self, data: Any, shard: bool | None, *, has_targets: bool, all_ranks: bool) -> Any:
         with self._opened_outside_fit(data, shard, "predict", may_drop=False) as source:
-            return prediction.predict(self._assembly.step, source, has_targets=has_targets, all_ranks=all_ranks)
+            return evaluation.predict(self._assembly.step, source, has_targets=has_targets, all_ranks=all_ranks)
 
     def _export(self, path: str | os.PathLike[str]) -> None:
         if self._calls is not None:

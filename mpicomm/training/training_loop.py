@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -26,52 +24,13 @@ from mpicomm.training import (
 )
 from mpicomm.training.assembly import Assembly
 from mpicomm.training.callbacks import Callback
-from mpicomm.training.data import DataSource, LoaderOptions, Step
-from mpicomm.training.evaluation import Metric
-from mpicomm.training.preemption import StopRequest
+from mpicomm.training.data import DataSource, Step
 from mpicomm.training.recovering_calls import RecoveringCalls
-from mpicomm.training.reporting import Reporter, ReportOptions
-from mpicomm.training.resumable_run import ResumableRun
-from mpicomm.training.run_limits import RunLimits
-from mpicomm.training.state import Parts, Position, evaluation_figures
-from mpicomm.training.step_profile import ProfileOptions, StepProfiler
-from mpicomm.training.training_step import TrainingStep
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopOptions:
-    """Arguments of `Trainer` that concern the loops."""
-
-    loader: LoaderOptions
-    checkpoint_dir: str | os.PathLike[str] | None
-    save_every: int | None
-    keep_checkpoints: int
-    stop_margin: float | None
-    log_every: int
-    check_every: int | None
-    schedule: str
-    skips: bool
-    """Whether steps whose loss is not finite are skipped."""
-
-    report: ReportOptions
-    profile: ProfileOptions
-
-
-@dataclasses.dataclass(frozen=True)
-class FitCall:
-    """A call of `fit`. If ranks fail, its loops are opened again in the next world, with the same object."""
-
-    limits: RunLimits
-    stop_request: StopRequest
-    metrics: Mapping[str, Metric]
-    monitored: str
-    """The figure that ReduceLROnPlateau monitors."""
-
-    call: Callable[..., None]
-    """Calls a hook of the callbacks, a method of `Callback`, with the trainer and further arguments."""
-
-    evaluating: Callable[[], contextlib.AbstractContextManager[None]]
-    """Returns the context of the callbacks for an evaluation."""
+from mpicomm.training.reporting import Reporter
+from mpicomm.training.resumable_run import FitCall, LoopOptions, ResumableRun
+from mpicomm.training.state import Position, evaluation_metrics
+from mpicomm.training.step_metrics import LOSS
+from mpicomm.training.step_profile import StepProfiler
 
 
 @dataclasses.dataclass
@@ -80,13 +39,12 @@ class TrainingLoop:
 
     fit_call: FitCall
     options: LoopOptions
-    parts: Parts
-    training_step: TrainingStep
+    parts: Assembly
     train: DataSource
     test: DataSource | None
     run: ResumableRun
     reporter: Reporter
-    profiler: StepProfiler
+    profiler: StepProfiler | None
     calls: RecoveringCalls | None
     """If training continues after ranks have failed."""
 
@@ -151,13 +109,13 @@ class TrainingLoop:
 
     def _evaluate_epoch(self) -> None:
         """Evaluate after an epoch; its last step may have been evaluated already, which counts once."""
-        position, names = self.position, evaluation_figures(dict.fromkeys(("loss", *self.fit_call.metrics), 0.0), 0)
+        position, names = self.position, evaluation_metrics(dict.fromkeys(("loss", *self.fit_call.metrics), 0.0), 0)
         is_new = position.evaluated_step != position.step or position.evaluated_figures.keys() != names.keys()
-        figures = self._evaluated() if is_new else position.evaluated_figures
-        position.add_evaluation(figures)
+        metrics = self._evaluated() if is_new else position.evaluated_figures
+        position.add_evaluation(metrics)
         self.reporter.evaluation(position)
         if is_new:
-            self._call(Callback.on_eval_end, figures)
+            self._call(Callback.on_eval_end, metrics)
 
     def _complete_epoch(self) -> None:
         """Step ReduceLROnPlateau and save, after the metrics of the last epoch are complete."""
@@ -179,58 +137,53 @@ class TrainingLoop:
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
         position.data = rank_sync.begin_epoch(train, position.data if position.steps_of_epoch else ())
         self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
-        aligned = rank_sync.aligned_steps(train, steps, self._padding, self.reporter.clock, self._seed_step)
+        clock, device = self.reporter.clock, self.parts.world.device
+        aligned = rank_sync.aligned_steps(
+            train, steps, lambda: rank_sync.padding(train, self._last_step, device), clock
+        )
         remaining = limits.remaining(aligned, position)
-        for step, count in remaining:
-            self._take_step(step, count)
+        while True:
+            clock.start()
+            self._seed("step", position.step)
+            step = next(remaining, None)
+            clock.add("data")
+            if step is None:
+                return True
+            self._take_step(step, step.total)
             self._after_step()
             if limits.has_all_steps(position) or self.run.is_ending:
                 is_complete = limits.is_epoch_complete(position, train.total())
                 # The length of an iterable-style dataset can be an estimate.
                 return is_complete and (train.is_counted or next(remaining, None) is None)
-        return True
 
     def _take_step(self, step: Step, count: int) -> None:
         """Run one optimizer step on the mean loss of `count` samples of all ranks (collective)."""
         # 1. accumulate the gradients
         clock = self.reporter.clock
-        is_finite = self.training_step.accumulate(step, count, clock)
-        # 2. start the stop vote, then update the parameters or skip the step on all ranks
-        losses = (0.0, 0)
-        if self.calls is None:
-            self.run.start_vote()
-            is_taken = not self.options.skips or rank_sync.all_true(is_finite)
-        else:
-            is_taken, losses = self._share_step(is_finite)
+        is_finite = self.parts.step.accumulate(step, count, clock)
+        # 2. start the vote of the ranks, then update the parameters or skip the step on all ranks
+        metrics, recovers = self.parts.metrics, self.calls is not None
+        if recovers:
+            # If a rank fails, the others must have completed the step, and can then send its state, or must not have
+            # begun to change theirs. All that differs between ranks is therefore shared before the update.
+            parallel.share_buffers(self.parts.wrapped.inner)
+        self.run.start_vote(is_finite=is_finite, numbers=metrics.take() if recovers else ())
+        losses = metrics.add_reduced(self.run.votes()[1]) if recovers else (0.0, 0)
+        is_taken = not self.options.skips or not self.run.votes()[0].nonfinite
         if is_taken:
             self._last_step = step
-            if self.training_step.update():
+            if self.parts.step.update():
                 self._step_scheduler("step")
         else:
             samples = rank_sync.samples(step, is_finite)
-            self.training_step.discard()
+            self.parts.step.discard()
             self.reporter.write("skipped", self.position, rank_samples=samples)
         clock.add("compute")
         # 3. count the step
-        self.position.advance(count)
-        self._add_losses(*losses)
-        self.reporter.step(self.position, count)
+        position = self.position
+        position.advance(count, losses)
+        self.reporter.step(position, count)
         self._call(Callback.on_step_end)
-
-    def _share_step(self, is_finite: bool) -> tuple[bool, tuple[float, int]]:
-        """Share the results of a step that differ between ranks, so that the state after it is equal (collective).
-
-        After this operation a rank completes the step without communication. If a rank fails, the others have
-        therefore completed the step, and can send its state, or have not begun to change theirs.
-
-        Returns:
-            Whether to update the parameters; the sum of the losses of all ranks, and the number of their samples.
-        """
-        parallel.share_buffers(self.parts.wrapped.inner)
-        mine = [*self.parts.losses.take(), not is_finite, *self.run.own_vote]
-        total, samples, failures, *votes = self.parts.logged.reduced_with(mine)
-        self.run.decide_vote(*map(int, votes))
-        return not self.options.skips or not failures, (total, int(samples))
 
     def _after_step(self) -> None:
         self._count_step()
@@ -247,21 +200,8 @@ class TrainingLoop:
             self.calls.refresh_replicas(only_if_due=True)
         if is_stopping:
             self.run.stop(self.reporter)
-        self.profiler.count(step)
-
-    def _padding(self) -> Step:
-        """Return a step of padding for a rank without samples in a step in which other ranks have some.
-
-        Raises:
-            ValueError: If this rank has no data at all.
-        """
-        last = self._last_step
-        if not last.batches:  # no step of this rank has been taken in this call and world
-            with randomness.preserved(self.parts.world.device):
-                last = self.train.first()
-        if not last.batches:
-            raise rank_sync.no_data()
-        return last.as_padding()
+        if self.profiler is not None:
+            self.profiler.count(step)
 
     # -- evaluations -------------------------------------------------------------------------------------------------
 
@@ -270,38 +210,37 @@ class TrainingLoop:
         if self._limits.is_evaluation_due(self.position):
             # As a checkpoint does, so that a resumed run evaluates the same model.
             parallel.share_buffers(self.parts.wrapped.inner)
-            figures = self._evaluated()
-            self.position.evaluated_step, self.position.evaluated_figures = self.position.step, figures
-            self.reporter.step_evaluation(self.position, figures)
-            self._call(Callback.on_eval_end, figures)
+            metrics = self._evaluated()
+            self.position.evaluated_step, self.position.evaluated_figures = self.position.step, metrics
+            self.reporter.step_evaluation(self.position, metrics)
+            self._call(Callback.on_eval_end, metrics)
 
     def _evaluated(self) -> dict[str, float]:
-        """Evaluate, and return the figures; a stop request saves and raises `Preempted` (collective)."""
+        """Evaluate, and return the metrics; a stop request saves and raises `Preempted` (collective)."""
         assert self.test is not None  # `RunLimits` refuses `eval_every` without it
         around = (self.reporter.excluded(), randomness.preserved(self.parts.world.device), self.fit_call.evaluating())
         with around[0], around[1], around[2]:
             self._seed("evaluation", self.position.step)
-            found = evaluation.evaluate(
-                self.training_step, self.test, self.fit_call.metrics, self._is_stopping, self._limits.limit_batches
+            outcome = evaluation.evaluate(
+                self.parts.step, self.test, self.fit_call.metrics, self._is_stopping, self._limits.limit_batches
             )
-        if found is None:
+        if outcome is None:
             self.run.stop(self.reporter)
-        return evaluation_figures(*found)
+        return evaluation_metrics(*outcome)
 
     def _is_stopping(self) -> bool:
         self._count_step()
+        if not self.run.can_stop:
+            return False
         self.run.start_vote()
         return self.run.is_stopping()
 
     # -- parts of the loops ------------------------------------------------------------------------------------------
 
-    def _seed(self, where: str, number: int) -> None:
+    def _seed(self, point: str, number: int) -> None:
         """Seed the generators for a point of the run, if this point may be repeated, or run by a spare."""
         if self.calls is not None:
-            self.calls.seed_at(where, number)
-
-    def _seed_step(self) -> None:
-        self._seed("step", self.position.step)
+            self.calls.seed_at(point, number)
 
     def _count_step(self) -> None:
         """Note that this rank has completed a step of training or of an evaluation."""
@@ -313,16 +252,12 @@ class TrainingLoop:
         if self.parts.scheduler is not None and self.options.schedule == when:
             self.parts.scheduler.step()
 
-    def _add_losses(self, total: float, count: int) -> None:
-        self.position.add_losses(total, count)
-        self.parts.logged.add_losses(total, count)
-
     def _log(self) -> None:
+        metrics = self.parts.metrics
         if self.calls is None:
-            total, count = self.parts.logged.reduced_with(self.parts.losses.take())
-            self._add_losses(total, int(count))
-        means = self.parts.logged.take_means()
-        self.reporter.log(self.position, means.pop("loss", None), self.parts.optimizer, means)
+            self.position.add_losses(*metrics.add_reduced(rank_sync.reduced(metrics.take())))
+        means = metrics.take_means()
+        self.reporter.log(self.position, means.pop(LOSS, None), self.parts.optimizer, means)
 
     def _save(self) -> None:
         self._limits.is_save_requested = False
@@ -342,30 +277,17 @@ class TrainingLoop:
 def opened(
     fit_call: FitCall,
     options: LoopOptions,
-    assembly: Assembly,
+    parts: Assembly,
     train: DataSource,
     test: DataSource | None,
     calls: RecoveringCalls | None,
 ) -> Iterator[TrainingLoop]:
     """Open the checkpoints, the reporter and the profiler of a run, and resume it or seed a new one (collective)."""
-    parts = assembly.parts
     world, position = parts.world, parts.position
     fit_call.limits.is_save_requested = False
     fit_call.call(Callback.on_setup)
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(
-            resumable_run.opened(
-                options.checkpoint_dir,
-                options.keep_checkpoints,
-                options.stop_margin,
-                parts,
-                fit_call.stop_request,
-                fit_call.limits,
-                functools.partial(fit_call.call, Callback.on_checkpoint),
-                fit_call.evaluating,
-                recovers=calls is not None,
-            )
-        )
+        run = stack.enter_context(resumable_run.opened(fit_call, options, parts, recovers=calls is not None))
         run.inexact = train.inexact
         continues = calls is not None and calls.has_begun
         if continues:
@@ -382,6 +304,4 @@ def opened(
             reporting.opened(world, run.directory, options.report, fit_call.limits.epochs, train.total(), position.step)
         )
         profiler = stack.enter_context(step_profile.opened(options.profile, run.directory, world, position.step))
-        yield TrainingLoop(
-            fit_call, options, parts, assembly.step, train, test, run, reporter, profiler, calls, continues
-        )
+        yield TrainingLoop(fit_call, options, parts, train, test, run, reporter, profiler, calls, continues)

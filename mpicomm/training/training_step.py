@@ -1,45 +1,107 @@
-"""A training step: forward and backward passes, then the update of the parameters."""
+"""A training step: forward and backward passes in a precision, then the update of the parameters."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from mpicomm.training import batches, randomness
+from mpicomm import arguments
+from mpicomm.training import batches, parallel, randomness
 from mpicomm.training.batches import LossFunction, OwnStep
 from mpicomm.training.data import Batch, Step
-from mpicomm.training.state import Parts
-from mpicomm.training.step_timing import Clock
+from mpicomm.training.step_metrics import LOSS, Clock
+
+if TYPE_CHECKING:
+    from mpicomm.training.assembly import Assembly
 
 _TOO_FEW = "Expected more than 1 value per channel"  # torch's batch normalization
 _SYNCHRONIZED = contextlib.nullcontext()
 
 
+_DTYPES: dict[str, torch.dtype | None] = {
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+class Precision:
+    """The precision in which a model computes."""
+
+    def __init__(self, name: str, device: torch.device, *, casts: bool) -> None:
+        """Choose the precision.
+
+        Args:
+            name: "float32", "bfloat16" ("bf16") or "float16" ("fp16").
+            casts: Use autocast. False if the model casts by itself, as FSDP with a mixed-precision policy does.
+
+        Raises:
+            TypeError: If the name is not a str.
+            ValueError: If the name is unknown.
+        """
+        arguments.one_of(*_DTYPES).check(name, "precision")
+        self.dtype = _DTYPES[name]
+        self._device = device
+        self._casts = casts and self.dtype is not None
+        # The exponent range of float16 is small: without loss scaling, small gradients underflow to 0.
+        # In other precisions the scaler does nothing.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass of the loss, scaled for float16."""
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer, model: nn.Module, max_grad_norm: float | None) -> bool:
+        """Clip the gradients, run an optimizer step, and return whether the step was taken.
+
+        The step is skipped where scaled gradients overflow; the scale is then reduced. The result is the same on all
+        ranks: they have the same gradients or, with FSDP, the same maximum over the ranks of the overflow flags.
+        """
+        if max_grad_norm is not None:
+            self.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
+
+    def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which to run the forward pass."""
+        if not self._casts:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Arguments of `Trainer` that concern single steps."""
+
+    target_key: str
+    max_grad_norm: float | None
+    precision: str
+    skips: bool
+    """Whether steps whose loss is not finite are skipped."""
+
+    recovers: bool
+    """Whether training continues after a rank has failed."""
+
+    own_step: OwnStep | None = None
+    """The forward pass of the user."""
+
+
 class TrainingStep:
     """A training step: `accumulate`, then `update` or `discard`."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        loss_fn: LossFunction | None,
-        target_key: str,
-        max_grad_norm: float | None,
-        *,
-        can_discard: bool,
-        own_step: OwnStep | None = None,
-    ) -> None:
-        """Prepare the steps of a run.
-
-        Args:
-            can_discard: Whether to copy the buffers before each step, so that it can be discarded.
-            own_step: The forward pass of the user; None for the model and `loss_fn`.
-        """
-        self.loss_fn, self._own_step = loss_fn, own_step
+    def __init__(self, parts: Assembly, loss_fn: LossFunction | None, options: StepOptions) -> None:
+        self.loss_fn, self._own_step, self._options = loss_fn, options.own_step, options
         self.parts, self._wrapped, self._device = parts, parts.wrapped, parts.world.device
-        self._target_key, self._max_grad_norm, self._can_discard = target_key, max_grad_norm, can_discard
         self._buffers: list[torch.Tensor] = []
         self._is_first = self._is_first_call = True
         self.is_taken = False
@@ -56,8 +118,10 @@ class TrainingStep:
             return self._forward_own(model, batch)
         returns_loss = self.loss_fn is None
         content = batches.moved(batch.content, self._device)
-        call = batches.call_of(content, None if returns_loss else self._target_key)
-        self._check_first(call)
+        call = batches.call_of(content, None if returns_loss else self._options.target_key)
+        if self._is_first_call:
+            batches.check_call(self._wrapped.inner, call)
+            self._is_first_call = False
         with self.parts.precision.arithmetic():
             outputs = model(*call.args, **call.kwargs)
             loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, call.targets)
@@ -81,9 +145,9 @@ class TrainingStep:
         assert self._own_step is not None
         content = batches.moved(batch.content, self._device)
         with self.parts.precision.arithmetic():
-            found = self._own_step(model, content)
-        loss = found.get("loss") if isinstance(found, Mapping) else found
-        return batches.check_loss(loss, is_of_model=False, is_of_step=True), found, content
+            returned = self._own_step(model, content)
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        return batches.check_loss(loss, is_of_model=False, is_of_step=True), returned, content
 
     def outputs(self, model: Any, batch: Batch, *, has_targets: bool) -> Any:
         """Return the model's outputs for a batch, for predictions.
@@ -96,9 +160,11 @@ class TrainingStep:
         """
         content = batches.moved(batch.content, self._device)
         returns_loss = self.loss_fn is None and self._own_step is None
-        target_key = self._target_key if has_targets and not returns_loss else None
+        target_key = self._options.target_key if has_targets and not returns_loss else None
         call = batches.call_without_targets(content, target_key)
-        self._check_first(call)
+        if self._is_first_call:
+            batches.check_call(self._wrapped.inner, call)
+            self._is_first_call = False
         with self.parts.precision.arithmetic():
             return model(*call.args, **call.kwargs)
 
@@ -115,24 +181,24 @@ class TrainingStep:
         Raises:
             TrainingError: If a loss is not finite, unless such steps are skipped.
         """
-        self._buffers = self._copied_buffers() if self._can_discard else []
+        can_discard = self._options.skips or self._options.recovers
+        self._buffers = self._copied_buffers() if can_discard else []
         is_first, self._is_first = self._is_first, False
         if is_first:
             self._warm_up(step.batches[0])
             clock.start()
-        self._wrapped.begin_step()
-        logged = self.parts.logged
+        if not self._wrapped.broadcasts_buffers:
+            parallel.share_buffers(self._wrapped.inner)
+        metrics = self.parts.metrics
         is_finite = True
         for number, batch in enumerate(step.batches, start=1):
             is_last = number == len(step.batches)
             with _SYNCHRONIZED if is_last else self._wrapped.unsynchronized():
-                logged.begin_batch(batch.count)
+                metrics.begin_batch(batch.count)
                 loss, outputs, _ = self._forward_in_training(self._wrapped.model, batch)
-                if self._own_step is not None:
-                    logged.add(batches.figures_in(outputs))
-                is_finite_here = self.parts.losses.add(self.parts.position.step, batch, loss)
-                logged.end_batch(is_finite=is_finite_here)
-                is_finite = is_finite and is_finite_here
+                if self._own_step is not None and isinstance(outputs, Mapping):
+                    metrics.log({name: value for name, value in outputs.items() if name != LOSS}, "training_step")
+                is_finite = metrics.end_batch(self.parts.position.step, batch, loss) and is_finite
                 # DDP and FSDP average over the ranks with equal weights, so scale by this rank's share of the samples.
                 weight = batch.count * self.parts.world.size / count
                 self.parts.precision.backward(loss if weight == 1 else loss * weight)
@@ -145,7 +211,7 @@ class TrainingStep:
         """Update the parameters; return whether the optimizer took the step, as `Precision.step` does."""
         optimizer = self.parts.optimizer
         self._buffers = []
-        self.is_taken = self.parts.precision.step(optimizer, self._wrapped.model, self._max_grad_norm)
+        self.is_taken = self.parts.precision.step(optimizer, self._wrapped.model, self._options.max_grad_norm)
         optimizer.zero_grad(set_to_none=True)
         return self.is_taken
 
@@ -157,15 +223,10 @@ class TrainingStep:
         self._buffers = []
         self.parts.optimizer.zero_grad(set_to_none=True)
 
-    def _check_first(self, call: batches.Call) -> None:
-        if self._is_first_call:
-            batches.check_call(self._wrapped.inner, call)
-            self._is_first_call = False
-
     def _warm_up(self, batch: Batch) -> None:
         """Run the model once before the first step, and restore its buffers and the generators (collective)."""
         buffers = self._copied_buffers()
-        self.parts.logged.begin_batch(0)  # the batch is run again in the step
+        self.parts.metrics.begin_batch(0)  # the batch is run again in the step
         with randomness.preserved(self._device):
             self._wrapped.warm_up(lambda model: self._forward_in_training(model, batch)[0])
         self._restore_buffers(buffers)

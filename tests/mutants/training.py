@@ -7,11 +7,26 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     # -- agreement of the ranks -----------------------------------------------------------------------------
     Mutant(
-        "StopVote.close",
-        old="self._gathered.tolist",
-        new="self._mine.tolist",
+        "StepVote.result",
+        old="self._sums.tolist",
+        new="self._own.tolist",
         fault="Each rank checks only its own vote, so a rank with a stop request exits without the others.",
         tests="tests/training/test_checkpoints.py -k stop_request_during_the_evaluation",
+        ranks=4,
+    ),
+    Mutant(
+        "StepVote.result",
+        old="pending.Wait()",
+        fault="The ranks read the result of a vote before it is complete.",
+        tests="tests/training/test_run_limits.py -k max_time_of_one_rank",
+        ranks=2,
+    ),
+    Mutant(
+        "TrainingLoop._take_step",
+        old="self.run.votes()[0].nonfinite",
+        new="not is_finite",
+        fault="A rank whose loss is finite takes the step that another rank skips.",
+        tests="tests/training/test_steps.py -k finite_loss_is_skipped",
         ranks=4,
     ),
     Mutant(
@@ -80,14 +95,14 @@ finally:
     ),
     Mutant(
         "ResumableRun.save",
-        old="self._evaluating if is_measured else None",
+        old="self._fit_call.evaluating if is_measured else None",
         new="None",
         fault="The best checkpoint has the weights of training, not the averages that were evaluated.",
         tests="tests/training/test_callbacks.py -k 'weights_that_were_measured and ddp'",
         ranks=2,
     ),
     Mutant(
-        "FigureMonitor.__init__",
+        "MetricMonitor.__init__",
         old='self.measures_training = monitor == "loss"',
         new="self.measures_training = False",
         fault="The best checkpoint by the loss of training has the averages of EMA, whose loss was never measured.",
@@ -140,8 +155,8 @@ finally:
     # -- checkpoints ----------------------------------------------------------------------------------------
     Mutant(
         "RunDirectory.newest",
-        old="max(of_run, key=lambda each: each.order)",
-        new="min(of_run, key=lambda each: each.order)",
+        old="max(of_run, key=lambda marked: marked.order)",
+        new="min(of_run, key=lambda marked: marked.order)",
         fault="A run resumes from the oldest checkpoint instead of the newest.",
         tests="tests/unit/test_run_directory.py -k order_of_their_names",
     ),
@@ -175,14 +190,14 @@ finally:
     ),
     Mutant(
         "RunDirectory.publish",
-        old="each.path == path and each.has_its_name",
-        new="each.path == path",
+        old="marked.path == path and marked.has_its_name",
+        new="marked.path == path",
         fault="A checkpoint that the user has renamed is removed by the save of that name.",
         tests="tests/unit/test_run_directory.py -k renamed",
     ),
     Mutant(
         "RunDirectory._settle_replaced",
-        old="each.path.rename(path)",
+        old="marked.path.rename(path)",
         fault="A job that is killed while it replaces a checkpoint loses both.",
         tests="tests/unit/test_run_directory.py -k has_not_completed",
     ),
@@ -216,14 +231,14 @@ finally:
     ),
     Mutant(
         "run_directory._close_in_child",
-        old="each._file.close()",
+        old="directory._file.close()",
         new="pass",
         fault="A worker of a DataLoader keeps the directory locked after its rank was killed.",
         tests="tests/unit/test_run_directory.py -k keep_the_lock",
     ),
     Mutant(
         "RunDirectory.publish",
-        old="not any(each.path == path and each.has_its_name for each in self._originals(COMPLETE, _INCOMPLETE))",
+        old="not any(marked.path == path and marked.has_its_name for marked in self._originals(COMPLETE, _INCOMPLETE))",
         new="False",
         fault="A save replaces a directory of the user that has the name of the checkpoint.",
         tests="tests/unit/test_run_directory.py -k name_that_is_taken",
@@ -281,8 +296,9 @@ finally:
         ranks=2,
     ),
     Mutant(
-        "restore",
-        old='parts.losses.total, parts.losses.count = own["losses"]',
+        "_restore_metrics",
+        old='{LOSS: own["losses"], **own["logged"]}',
+        new='own["logged"]',
         fault="The losses since the last entry are lost when a run resumes, and the loss of the epoch differs.",
         tests="tests/training/test_checkpoints.py -k signal_to_one_rank",
         ranks=4,
@@ -311,20 +327,20 @@ finally:
     ),
     Mutant(
         "seed_at",
-        old='f"{where} {number} {seed}"',
-        new='f"{where} {seed}"',
+        old='f"{point} {number} {seed}"',
+        new='f"{point} {seed}"',
         fault="All steps draw the same random numbers, such as dropout masks.",
         tests="tests/unit/test_newest_state.py -k seeds_depend",
     ),
     Mutant(
         "newest_complete",
-        old="len(found) == sizes[version]",
-        new="found",
+        old="len(of_version) == sizes[version]",
+        new="of_version",
         fault="A version of the shards counts as complete although a shard is lost.",
         tests="tests/unit/test_newest_state.py -k two_failed_neighbours",
     ),
     Mutant(
-        "TrainingLoop._share_step",
+        "TrainingLoop._take_step",
         old="parallel.share_buffers(self.parts.wrapped.inner)",
         fault="The buffers of rank 0, such as the statistics of batch normalization, are lost with rank 0.",
         tests="tests/recovery/test_killed_training.py -k 'fewer and not ever'",
@@ -598,11 +614,11 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "TrainingLoop._log",
-        old="total, count = self.parts.logged.reduced_with(self.parts.losses.take())",
+        old="self.position.add_losses(*metrics.add_reduced(rank_sync.reduced(metrics.take())))",
         new="""
-own, number = self.parts.losses.take()
-total, count = self.parts.logged.reduced_with([own / max(number, 1), number])
-total *= count / dist.get_world_size()
+own, number, new_names = metrics.take()
+total, count = metrics.add_reduced(rank_sync.reduced([own / max(number, 1), number, new_names]))
+self.position.add_losses(total * count / dist.get_world_size(), count)
 """,
         fault="The loss of an epoch is the mean of the ranks' means, regardless of their numbers of samples.",
         tests="tests/training/test_steps.py -k loss_of_an_epoch",
@@ -655,7 +671,7 @@ self.scaler.unscale_(optimizer)
     ),
     Mutant(
         "restore",
-        old='np.random.set_state(found["numpy"])',
+        old='np.random.set_state(generators["numpy"])',
         fault="NumPy's random numbers are not restored from a checkpoint.",
         tests="tests/training/test_checkpoints.py -k run_in_parts",
         ranks=2,
@@ -1101,10 +1117,10 @@ synchronize()
         tests="tests/unit/test_optimizers.py -k unsupported_schedulers",
     ),
     Mutant(
-        "Losses.check",
+        "StepMetrics.check",
         old="raise _not_finite(step, indices, value)",
         fault="On a GPU a loss that is not finite does not end the run.",
-        tests="tests/unit/test_losses.py -k read_late",
+        tests="tests/unit/test_step_metrics.py -k read_late",
     ),
     Mutant(
         "model_file.export",
@@ -1130,15 +1146,15 @@ synchronize()
     ),
     Mutant(
         "ResumableRun.stop",
-        old="rank_sync.reasons(self.stop_request.why)",
-        new="self.stop_request.why",
+        old="rank_sync.reasons(self._stop_request.why)",
+        new="self._stop_request.why",
         fault="Preempted has no reason on the ranks that did not receive the signal.",
         tests="tests/training/test_checkpoints.py -k signal_to_one_rank",
         ranks=2,
     ),
     Mutant(
         "ResumableRun.ends_between_epochs",
-        old="rank_sync.total(self._limits.requests_end) > 0",
+        old="self.votes()[0].end > 0",
         new="self._limits.requests_end",
         fault="If a callback calls stop() on one rank after an epoch, the other ranks wait for it in the next epoch.",
         tests="tests/training/test_run_limits.py -k callback_on_one_rank",
@@ -1174,8 +1190,8 @@ synchronize()
         tests="tests/unit/test_foreign_arguments.py -k argument_of_another_library",
     ),
     Mutant(
-        "FigureMonitor._compare",
-        old="math.isfinite(figure)",
+        "MetricMonitor._compare",
+        old="math.isfinite(value)",
         new="True",
         fault="If the first figure is NaN, BestCheckpoint keeps that checkpoint and EarlyStopping ends the run.",
         tests="tests/training/test_callbacks.py -k 'best_checkpoint_is_kept and max'",

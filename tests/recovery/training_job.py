@@ -132,8 +132,8 @@ class Figures(mpicomm.Callback):
     def on_epoch_end(self, trainer: Trainer) -> None:
         self.events.append(trainer.position.history[-1])
 
-    def on_eval_end(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
-        self.events.append(figures)
+    def on_eval_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        self.events.append(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         return {"events": self.events}

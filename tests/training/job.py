@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import mpicomm
-from mpicomm.training import files
+from mpicomm.training import run_directory
 from mpicomm.training.data import Step
 from mpicomm.training.run_directory import RunDirectory
 from mpicomm.training.trainer import Trainer
@@ -189,7 +189,7 @@ def kill_at(point: str, number: int, rank: int, pids: list[int]) -> None:
     elif rank == 0 and point == "renaming":
         _before(Path, "rename", lambda path, *_: kill() if path.suffix == ".partial" else None)
     elif rank == 0 and point == "removing":
-        _before(files, "remove_tree", lambda *_, **__: kill())
+        _before(run_directory, "remove_tree", lambda *_, **__: kill())
 
 
 def _before(owner: Any, name: str, act: Callable[..., object]) -> None:

@@ -50,8 +50,8 @@ class Recorder(mpicomm.Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         self.add(trainer, "step_end")
 
-    def on_eval_end(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
-        self.add(trainer, "eval_end", figures["eval_loss"])
+    def on_eval_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        self.add(trainer, "eval_end", metrics["eval_loss"])
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
         assert (path / "COMPLETE").exists()
@@ -130,9 +130,9 @@ class Counter(mpicomm.Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         self.counts["step"] += 1
 
-    def on_eval_end(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+    def on_eval_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         self.counts["eval"] += 1
-        self.losses = self.losses * 0.5 + figures["eval_loss"]
+        self.losses = self.losses * 0.5 + metrics["eval_loss"]
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
         if path.name not in self.counts["checkpoints"]:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import mpicomm
-from mpicomm.training import files
+from mpicomm.training import run_directory
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.trainer import Trainer
 from tests.launching import background_job, python
@@ -154,11 +154,11 @@ def test_the_newest_are_kept(world: mpicomm.World, directory: Path, keep_checkpo
     assert left == {*names, "metrics.jsonl", ".lock"}
 
 
-REMOVE_TREE = files.remove_tree
+REMOVE_TREE = run_directory.remove_tree
 
 
 def busy(name: str, failures: int) -> Any:
-    """Return a `files.remove_tree` that fails to remove one directory, as on NFS while one of its files is open."""
+    """Return a `remove_tree` that fails to remove one directory, as on NFS while one of its files is open."""
     left = iter(range(failures))
 
     def remove_tree(path: Path, last: str) -> None:
@@ -178,11 +178,11 @@ def test_an_old_checkpoint_that_cannot_be_removed(
     expected = fit(whole)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        monkeypatch.setattr(files, "remove_tree", busy(old, failures=1000))
+        monkeypatch.setattr(run_directory, "remove_tree", busy(old, failures=1000))
         fit(make_trainer(directory, save_every=2, keep_checkpoints=1), 2)
         assert mpicomm.broadcast_object(len([*directory.glob(f"{old}.*.partial")]), src=0) == 1
         # The next start also fails to remove it; the first save of that start succeeds.
-        monkeypatch.setattr(files, "remove_tree", busy(old, failures=1))
+        monkeypatch.setattr(run_directory, "remove_tree", busy(old, failures=1))
         trainer = make_trainer(directory, save_every=2, keep_checkpoints=1)
         assert fit(trainer) == expected
     assert digest(trainer) == digest(whole)

@@ -53,7 +53,7 @@ def test_deterministic_makes_a_run_repeatable(world: mpicomm.World) -> None:
     assert (torch.backends.cudnn.benchmark, os.environ["CUBLAS_WORKSPACE_CONFIG"]) == (False, ":4096:8")
 
 
-def test_tensorboard_gets_the_figures(world: mpicomm.World, directory: Path) -> None:
+def test_tensorboard_gets_the_metrics(world: mpicomm.World, directory: Path) -> None:
     data = samples(32 * world.size)
     options = {"batch_size": 4, "log_every": 2, "logger": "tensorboard", "checkpoint_dir": directory}
     history = make_trainer(make_model(), **options).fit(data, 3, eval_data=data)

@@ -42,7 +42,7 @@ def options_of_ddp(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "strategy"}
 
 
-def figures_step(model: Any, batch: Any) -> dict[str, Any]:
+def metrics_step(model: Any, batch: Any) -> dict[str, Any]:
     x, labels = batch
     outputs = model(x)
     loss, penalty = nn.functional.cross_entropy(outputs, labels), outputs.pow(2).mean()
@@ -50,10 +50,10 @@ def figures_step(model: Any, batch: Any) -> dict[str, Any]:
     return {"loss": loss + 0.1 * penalty, "penalty": penalty, "right": right, "first": x[:, 0].mean()}
 
 
-def test_further_figures_are_means_over_all_samples(world: mpicomm.World) -> None:
+def test_further_metrics_are_means_over_all_samples(world: mpicomm.World) -> None:
     """Uneven batches count by their samples; a run in parts writes the same entries."""
     data, entries = samples(53), []
-    trainer = make_trainer(make_model(), figures_step, batch_size=4, log_every=3, logger=entries.append)
+    trainer = make_trainer(make_model(), metrics_step, batch_size=4, log_every=3, logger=entries.append)
     history = trainer.fit(data, 1, data, {"penalty": lambda found, _: found["penalty"]})
     assert history[0]["penalty"] > 0
     if world.rank == 0:
@@ -150,8 +150,8 @@ def pair_by_hand(data: Any, batch: int) -> list[torch.Tensor]:
         (lambda loss: loss.item(), TypeError, r"training_step must return a tensor of shape \[\], or a mapping"),
         (lambda loss: {"other": loss}, TypeError, r"training_step must return a tensor .* got a NoneType"),
         (lambda loss: loss.detach(), ValueError, r"training_step must return a loss that depends on"),
-        (lambda loss: {"loss": loss, "step": 1.0}, ValueError, r"names of its own, got 'step'"),
-        (lambda loss: {"loss": loss, "a": torch.ones(2)}, TypeError, r"one number for the figure 'a', got a tensor"),
+        (lambda loss: {"loss": loss, "step": 1.0}, ValueError, r"training_step: 'step' is the name of a field"),
+        (lambda loss: {"loss": loss, "a": torch.ones(2)}, ValueError, r"training_step: a must be a number or a tensor"),
     ],
 )
 def test_other_results_of_a_step_are_refused(world: mpicomm.World, found: Any, error: Any, message: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Subset
 
 import mpicomm
-from mpicomm.training.run_limits import RunLimits
+from mpicomm.training.resumable_run import RunLimits
 from mpicomm.training.trainer import Trainer
 from tests.training.job import digest
 from tests.training.test_checkpoints import complete, make_trainer
@@ -111,7 +111,7 @@ def test_eval_every_evaluates_within_epochs(world: mpicomm.World) -> None:
 
 def test_unused_limits_add_no_collective(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without checkpoints, callbacks and max_time there is no vote."""
-    monkeypatch.setattr("mpicomm.training.rank_sync.StopVote.__init__", lambda *_: pytest.fail("a vote"))
+    monkeypatch.setattr("mpicomm.training.resumable_run.StepVote.__init__", lambda *_, **__: pytest.fail("a vote"))
     trainer = make(None)
     monkeypatch.setattr(RunLimits, "requests_end", property(lambda _: pytest.fail("a request")))
     trainer.fit(samples(4 * 2 * world.size), 1, max_steps=2)

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import mpicomm
-from mpicomm.training import step_timing
+from mpicomm.training import step_metrics
 
 pytestmark = pytest.mark.mpi
 
 
 def test_each_second_of_a_step_counts_once(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 10.0, 13.0, 20.0, 30.0, 31.0, 31.5])
-    monkeypatch.setattr(step_timing, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
+    monkeypatch.setattr(step_metrics, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
     last = types.SimpleNamespace(called=18.0)  # the last operation of the backward pass
-    monkeypatch.setattr(step_timing.flight_recorder, "last", lambda: last)
-    clock = step_timing.Clock(torch.device("cpu"))
+    monkeypatch.setattr(step_metrics.flight_recorder, "last", lambda: last)
+    clock = step_metrics.Clock(torch.device("cpu"))
     clock.start()  # at 10 s
     clock.add("data")  # at 13 s
     clock.add_backward(is_synchronized=True)  # at 20 s, after waiting since 18 s

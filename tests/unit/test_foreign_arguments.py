@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.training import foreign_arguments, precision
+from mpicomm.training import foreign_arguments, training_step
 from mpicomm.training.trainer import Trainer
 
 FUNCTIONS: dict[str, Any] = {
@@ -92,6 +92,6 @@ def test_the_arguments_of_the_answers_exist(name: str) -> None:
 @pytest.mark.parametrize("key", [name for name in foreign_arguments.REMEDIES if "=" in name])
 def test_the_values_of_the_answers_exist(key: str) -> None:
     for name, value in re.findall(r'(\w+)="(\w+)"', foreign_arguments.REMEDIES[key]):
-        known = {"precision": precision._DTYPES, "strategy": ("ddp", "fsdp")}[name]
+        known = {"precision": training_step._DTYPES, "strategy": ("ddp", "fsdp")}[name]
         assert value in known
         assert key not in {f"{name}={valid!r}" for valid in known}

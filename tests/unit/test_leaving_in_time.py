@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.training import preemption, time_left
-from mpicomm.training.preemption import StopRequest
-from mpicomm.training.time_left import seconds_of_flux, seconds_of_lsf, seconds_of_pbs, seconds_of_slurm
+from mpicomm.training import preemption
+from mpicomm.training.preemption import StopRequest, seconds_of_flux, seconds_of_lsf, seconds_of_pbs, seconds_of_slurm
 from tests.launching import run_alone
 from tests.time_limits import wait_until
 
@@ -84,7 +83,7 @@ def test_the_command_of_each_scheduler(
     )
     (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    clock = time_left.clock(environ)
+    clock = preemption.scheduler_clock(environ)
     assert clock() == 120
 
 
@@ -112,14 +111,14 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_scheduler_is_queried(squeue: Path) -> None:
-    clock = time_left.clock(os.environ)
+    clock = preemption.scheduler_clock(os.environ)
     squeue.write_text("2:00\n")
     assert clock() == 120
     squeue.unlink()
     assert clock() is None
     assert (squeue.parent / "asked").read_text().splitlines()[0] == "--noheader --jobs 17 --format %L"
-    assert time_left.clock({}) is None
-    assert time_left.clock({"SLURM_JOB_ID": "17", "PATH": ""}) is not None, "the command is looked for as ever"
+    assert preemption.scheduler_clock({}) is None
+    assert preemption.scheduler_clock({"SLURM_JOB_ID": "17", "PATH": ""}) is not None
 
 
 def wait_until_queried_again(squeue: Path) -> None:

@@ -39,13 +39,13 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 def test_a_csv_file_has_each_row_once_after_a_kill(tmp_path: Path) -> None:
     """The first process is killed in step 10, the second at once; they resume from steps 8 and 4."""
     path = tmp_path / "metrics.csv"
-    with loggers.opened("csv", tmp_path, 0) as log:
+    with loggers.opened("csv", tmp_path, 0) as (log,):
         run(log, 0, 10)
     with path.open("a") as file:
         file.write("step,1")  # the row of step 11, which the crash truncated
-    with loggers.opened(["csv"], tmp_path, 8) as log:
-        assert log is not None
-    with loggers.opened("csv", tmp_path, 4) as log:
+    with loggers.opened(["csv"], tmp_path, 8) as opened:
+        assert len(opened) == 1
+    with loggers.opened("csv", tmp_path, 4) as (log,):
         run(log, 4, 12, resumes_at_evaluation=True)
     rows = rows_of(path)
     events = [("step", step) for step in range(1, 13)]
@@ -68,7 +68,7 @@ def test_tensorboard_shows_each_point_once_after_a_kill(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for begin, end, is_before_evaluation in ((0, 10, False), (4, 7, True), (8, 10, True), (8, 12, True)):
-        with loggers.opened("tensorboard", tmp_path, begin) as log:
+        with loggers.opened("tensorboard", tmp_path, begin) as (log,):
             run(log, begin, end, resumes_at_evaluation=is_before_evaluation)
             if end == 7:
                 log(entry("step", 8, loss=1 / 8))
@@ -110,7 +110,7 @@ def test_a_resumed_run_continues_its_run_of_wandb(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "wandb", fake)
     loggers.check("wandb", None)
     for begin in (0, 4):
-        with loggers.opened("wandb", tmp_path, begin) as log:
+        with loggers.opened("wandb", tmp_path, begin) as (log,):
             log(entry("resume" if begin else "start", begin, batch_size=32))
             log(entry("step", begin + 1, loss=0.5, lr=None))
     (_, (directory, identity, resume)), *_ = fake.calls
@@ -154,7 +154,7 @@ def test_a_file_of_another_program_is_refused(
 
 def test_an_empty_csv_file_is_used(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").touch()
-    with loggers.opened("csv", tmp_path, 0) as log:
+    with loggers.opened("csv", tmp_path, 0) as (log,):
         run(log, 0, 1)
     assert len(rows_of(tmp_path / "metrics.csv")) == 1
 
@@ -162,14 +162,19 @@ def test_an_empty_csv_file_is_used(tmp_path: Path) -> None:
 def test_all_loggers_of_a_list_get_all_entries(tmp_path: Path) -> None:
     first: list[Entry] = []
     second: list[Entry] = []
-    with loggers.opened([first.append, "csv", second.append], tmp_path, 0) as log:
+    with loggers.opened([first.append, "csv", second.append], tmp_path, 0) as opened:
+
+        def log(entry: Entry) -> None:
+            for logger in opened:
+                logger(entry)
+
         run(log, 0, 4)
     assert first == second
     assert len(first) == 9
     assert len(rows_of(tmp_path / "metrics.csv")) == 5
     for none in (None, []):
-        with loggers.opened(none, tmp_path, 0) as log:
-            assert log is None
+        with loggers.opened(none, tmp_path, 0) as opened:
+            assert opened == []
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from mpicomm.errors import TrainingError
-from mpicomm.training import newest_state, parallel, randomness, shard_replicas, tensor_packing
-from mpicomm.training.newest_state import Failure, Standing
+from mpicomm.training import checkpoint, parallel, randomness, recovering_calls, shard_replicas
+from mpicomm.training.recovering_calls import Failure, Standing
 from mpicomm.training.shard_replicas import Held
 from mpicomm.training.state import Position
 
@@ -24,22 +24,22 @@ def standing(*progress: int, at: float | None = None, has_joined: bool = False, 
 
 
 def test_a_rank_that_has_completed_the_step_sends_it_to_the_others() -> None:
-    agreed = newest_state.decide([standing(1, 7), standing(1, 8), standing(1, 8), standing(1, 7)])
+    agreed = recovering_calls.decide([standing(1, 7), standing(1, 8), standing(1, 8), standing(1, 7)])
     assert (agreed.source, agreed.ranks_without) == (1, (0, 3))
 
 
 def test_nothing_is_sent_if_all_ranks_have_the_same_state() -> None:
-    agreed = newest_state.decide([standing(1, 7)] * 3)
+    agreed = recovering_calls.decide([standing(1, 7)] * 3)
     assert (agreed.source, agreed.ranks_without, agreed.joined) == (0, (), ())
 
 
 def test_a_spare_gets_the_state_also_in_the_place_of_rank_0() -> None:
-    agreed = newest_state.decide([standing(has_joined=True), standing(1, 7), standing(1, 7)])
+    agreed = recovering_calls.decide([standing(has_joined=True), standing(1, 7), standing(1, 7)])
     assert (agreed.source, agreed.ranks_without, agreed.joined) == (1, (0,), (0,))
 
 
 def test_a_new_run_takes_the_parameters_of_rank_0() -> None:
-    agreed = newest_state.decide([standing()] * 3)
+    agreed = recovering_calls.decide([standing()] * 3)
     assert (agreed.source, agreed.ranks_without) == (0, (1, 2))
 
 
@@ -59,24 +59,24 @@ def test_an_evaluated_epoch_is_newer_than_its_last_step() -> None:
 
 def test_a_spare_in_another_trainer_is_an_error_on_all_ranks() -> None:
     with pytest.raises(TrainingError, match=r"(?s)trainer 1 .* in trainer 3.*one Trainer") as caught:
-        newest_state.decide([standing(1, 7, trainer=2), standing(has_joined=True)])
+        recovering_calls.decide([standing(1, 7, trainer=2), standing(has_joined=True)])
     assert caught.value.is_on_all_ranks
 
 
 def test_a_recovery_has_the_failures_of_the_source_and_the_time_of_its_last_step() -> None:
     position = Position(step=7)
-    recovery = newest_state.decide([standing(has_joined=True), standing(1, 7, at=60.0)]).recovery(position, 2)
+    recovery = recovering_calls.decide([standing(has_joined=True), standing(1, 7, at=60.0)]).recovery(position, 2)
     position.advance(3)
     assert (recovery.position.step, recovery.last_step_at, recovery.joined) == (7, 60.0, (0,))
     assert recovery.describe(0.25) == (
         "rank 2 on alpha failed: killed by signal 9; continued from step 7 on 2 ranks, 1 of them spares, after 0.25 s "
         "without a step"
     )
-    assert newest_state.decide([standing()]).recovery(position, 1) is None
+    assert recovering_calls.decide([standing()]).recovery(position, 1) is None
 
 
 def test_without_a_step_the_gap_begins_with_the_failure() -> None:
-    recovery = newest_state.decide([standing(0, 0)]).recovery(Position(), 1)
+    recovery = recovering_calls.decide([standing(0, 0)]).recovery(Position(), 1)
     assert recovery.last_step_at == FAILURE.detected_at
 
 
@@ -113,10 +113,10 @@ def test_a_version_of_a_later_world_is_newer_at_an_earlier_step() -> None:
 def test_packed_objects_are_small_and_keep_their_tensors() -> None:
     large = torch.arange(100_000.0)
     content = {"a": [large, (1, "text")], "b": {"c": nn.Parameter(torch.ones(3)), "d": None}}
-    packed, tensors = tensor_packing.pack(content)
+    packed, tensors = checkpoint.pack(content)
     assert len(packed) < 1000
     assert tensors[0].data_ptr() == large.data_ptr()
-    found = tensor_packing.unpack(packed, [each.clone() for each in tensors])
+    found = checkpoint.unpack(packed, [each.clone() for each in tensors])
     assert torch.equal(found["a"][0], large)
     assert (found["a"][1], found["b"]["c"].tolist(), found["b"]["d"]) == ((1, "text"), [1.0, 1.0, 1.0], None)
 

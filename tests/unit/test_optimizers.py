@@ -100,7 +100,7 @@ def test_the_metric_that_a_plateau_monitors(monitor: str | None, is_evaluated: b
     assert optimizers.monitored(monitor, ["accuracy"], is_evaluated=is_evaluated) == expected
 
 
-def test_a_figure_that_epochs_have_not_is_refused() -> None:
+def test_a_metric_that_epochs_do_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match=r"epoch, 'loss', 'eval_loss', 'accuracy', got 'f1'\.\nSet monitor"):
         optimizers.monitored("f1", ["accuracy"], is_evaluated=True)
     with pytest.raises(ValueError, match=r"epoch, 'loss', got 'accuracy'\.\nSet .*, or pass eval_data"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpicomm.errors import CheckpointError
-from mpicomm.training import files, run_directory
+from mpicomm.training import run_directory
 from mpicomm.training.run_directory import RunDirectory
 
 
@@ -251,9 +251,9 @@ def test_the_marker_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         Path, "unlink", lambda path: path.rename(path.with_name(".nfs1")) if path.name == "z" else unlink(path)
     )
     with pytest.raises(OSError, match=r"\[Errno 16\].*\.nfs1"):
-        files.remove_tree(directory, last="INCOMPLETE")
+        run_directory.remove_tree(directory, last="INCOMPLETE")
     assert names(directory) == ["INCOMPLETE"]
-    files.remove_tree(directory, last="INCOMPLETE")
+    run_directory.remove_tree(directory, last="INCOMPLETE")
     assert not directory.exists()
 
 

@@ -183,7 +183,6 @@ def test_pickles_are_loaded_only_in_the_modules_that_security_md_names(module: s
     assert not pickles or module in {
         "mpicomm.collective_ops.pytree",
         "mpicomm.training.checkpoint",
-        "mpicomm.training.tensor_packing",
         "mpicomm.watchdog.torch_format",  # writes them only
     }
     for node in ast.walk(TREES[module]):
