@@ -34,16 +34,6 @@ from mpicomm.horovod.context import (
     start_timeline,
     stop_timeline,
 )
-from mpicomm.horovod.differentiable import (
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
-)
 from mpicomm.horovod.exceptions import HorovodInternalError
 from mpicomm.horovod.functions import (
     allgather_object,
@@ -56,22 +46,30 @@ from mpicomm.horovod.process_sets import ProcessSet, add_process_set, global_pro
 from mpicomm.horovod.reduce_op import Adasum, Average, Max, Min, Product, Sum
 from mpicomm.horovod.sync_batch_norm import SyncBatchNorm
 from mpicomm.horovod.tensor_operations import (
+    allgather,
     allgather_async,
+    allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    alltoall,
     alltoall_async,
     barrier,
+    broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
     grouped_allgather_async,
+    grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
     grouped_reducescatter_async,
     join,
     poll,
+    reducescatter,
     reducescatter_async,
     sparse_allreduce_async,
     synchronize,

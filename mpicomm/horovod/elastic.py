@@ -18,11 +18,11 @@ from torch import nn
 from mpicomm import recovery, session
 from mpicomm.errors import RankFailedError
 from mpicomm.horovod import context
-from mpicomm.horovod.differentiable import allreduce
 from mpicomm.horovod.elastic_sampler import ElasticSampler
 from mpicomm.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from mpicomm.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from mpicomm.horovod.reduce_op import Min
+from mpicomm.horovod.tensor_operations import allreduce
 from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")

@@ -11,9 +11,8 @@ from torch import nn
 
 from mpicomm.collective_ops import pytree
 from mpicomm.horovod import context
-from mpicomm.horovod.differentiable import allgather
 from mpicomm.horovod.process_sets import ProcessSet, global_process_set
-from mpicomm.horovod.tensor_operations import broadcast_, broadcast_async_, synchronize
+from mpicomm.horovod.tensor_operations import allgather, broadcast_, broadcast_async_, synchronize
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:

@@ -22,7 +22,7 @@ from mpicomm.horovod.group_calls import GroupCalls
 from mpicomm.horovod.group_exchange import GroupExchange
 from mpicomm.horovod.negotiation import Negotiation, Ready
 from mpicomm.horovod.stalls import StallCheck
-from mpicomm.horovod.submission import JOIN, Submission
+from mpicomm.horovod.submission import BARRIER, JOIN, Signature, Submission
 from mpicomm.horovod.timeline_file import HorovodTimeline
 from mpicomm.horovod.variables import Variables
 
@@ -43,6 +43,7 @@ class ProcessSetEngine:
             rank: This rank in the set.
             ranks: The ranks of the set in the job.
         """
+        self.ranks = ranks
         self._cycle_seconds, self._heartbeat_seconds = variables.cycle_seconds, variables.heartbeat_seconds
         self._cycle_ns = max(_NOW_NS, int(1e9 * variables.cycle_seconds))
         self._timeline = timeline
@@ -104,9 +105,17 @@ class ProcessSetEngine:
         return submission
 
     def wait(self, submission: Submission) -> None:
-        """Return when an operation is complete; this thread runs cycles meanwhile."""
-        if submission.is_done:
-            return
+        """Return when an operation is complete; this thread runs cycles meanwhile.
+
+        Raises:
+            HorovodInternalError: If the operation has failed.
+        """
+        if not submission.is_done:
+            self._cycle_until_done(submission)
+        if submission.error is not None:
+            raise submission.error
+
+    def _cycle_until_done(self, submission: Submission) -> None:
         with self._lock:
             self._num_waiting += 1
         try:
@@ -120,6 +129,10 @@ class ProcessSetEngine:
                 self._num_waiting -= 1
                 if not self._num_waiting:
                     self._sleep()
+
+    def run_barrier(self, name: str) -> None:
+        """Wait until all ranks of the process set have called this with the same name (collective)."""
+        self.wait(self.submit(Submission(name, Signature(BARRIER), is_cacheable=False)))
 
     def close(self) -> None:
         """Shut the process set down on all its ranks: pending operations fail (collective)."""

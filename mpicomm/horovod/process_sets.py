@@ -13,7 +13,6 @@ from mpicomm.backend import torch_internals
 from mpicomm.collective_ops.group_argument import timeout_of_job
 from mpicomm.horovod.exceptions import NOT_INITIALIZED
 from mpicomm.horovod.process_set_engine import ProcessSetEngine
-from mpicomm.horovod.submission import BARRIER, Signature, Submission
 from mpicomm.horovod.timeline_file import HorovodTimeline
 from mpicomm.horovod.variables import Variables
 
@@ -139,7 +138,7 @@ class _Registry:
         if any(each.ranks == ranks for each in self.sets.values()):
             return False
         # The name contains the ranks: ranks that add different sets are reported as a stall.
-        self._synchronize(f"add_process_set.{'_'.join(map(str, ranks))}")
+        self.engines[0].run_barrier(f"add_process_set.{'_'.join(map(str, ranks))}")
         process_set.ranks = ranks
         self._register(process_set)
         return True
@@ -148,7 +147,7 @@ class _Registry:
         """Remove a registered set (collective over all ranks)."""
         number = process_set.process_set_id
         assert number is not None  # the caller has checked it
-        self._synchronize(f"remove_process_set.{number}")
+        self.engines[0].run_barrier(f"remove_process_set.{number}")
         process_set.process_set_id = None
         del self.sets[number]
         if number in self.engines:
@@ -186,13 +185,6 @@ class _Registry:
         self.engines[number] = ProcessSetEngine(
             str(number), group, ranks.index(self._rank), ranks, Variables.from_environ(os.environ), self.timeline
         )
-
-    def _synchronize(self, name: str) -> None:
-        engine = self.engines[0]
-        barrier = Submission(name, Signature(BARRIER), is_cacheable=False)
-        engine.wait(engine.submit(barrier))
-        if barrier.error is not None:
-            raise barrier.error
 
     def _ranks_of(self, process_set: ProcessSet) -> list[int]:
         size = session.current_world().size

@@ -62,6 +62,7 @@ class Submission:
         "events",
         "is_cacheable",
         "is_done",
+        "is_grouped",
         "name",
         "outputs",
         "result",
@@ -79,9 +80,11 @@ class Submission:
         outputs: Sequence[torch.Tensor] = (),
         splits: torch.Tensor | None = None,
         *,
+        is_grouped: bool = False,
         is_cacheable: bool = True,
     ) -> None:
-        self.name, self.signature, self.splits, self.is_cacheable = name, signature, splits, is_cacheable
+        self.name, self.signature, self.splits = name, signature, splits
+        self.is_grouped, self.is_cacheable = is_grouped, is_cacheable
         self.tensors: Sequence[torch.Tensor] = tensors
         self.outputs: Sequence[torch.Tensor] = outputs
         self.engine: Any = None
