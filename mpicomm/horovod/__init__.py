@@ -34,7 +34,6 @@ from mpicomm.horovod.context import (
     start_timeline,
     stop_timeline,
 )
-from mpicomm.horovod.exceptions import HorovodInternalError
 from mpicomm.horovod.functions import (
     allgather_object,
     broadcast_object,
@@ -43,7 +42,7 @@ from mpicomm.horovod.functions import (
 )
 from mpicomm.horovod.optimizer import DistributedOptimizer
 from mpicomm.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from mpicomm.horovod.reduce_op import Adasum, Average, Max, Min, Product, Sum
+from mpicomm.horovod.submission import Adasum, Average, HorovodInternalError, Max, Min, Product, Sum
 from mpicomm.horovod.sync_batch_norm import SyncBatchNorm
 from mpicomm.horovod.tensor_operations import (
     allgather,

@@ -12,7 +12,6 @@ import torch
 
 from mpicomm import mpi, runtime, session
 from mpicomm.errors import LaunchError, raised_on_all_ranks
-from mpicomm.horovod.exceptions import NOT_INITIALIZED
 from mpicomm.horovod.process_sets import ProcessSet, registry
 from mpicomm.session import World
 
@@ -33,7 +32,7 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
             provides a lower thread level than MPI_THREAD_MULTIPLE.
         MpicommError: If the ranks cannot be connected; see `mpicomm.bootstrap()`.
     """
-    if registry().is_open:
+    if registry.is_open:
         return
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
@@ -65,7 +64,7 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
             f"init: comm must be an mpi4py communicator or all ranks, got {list(comm)} of {world.size} ranks.\n"
             f"Pass a communicator of these ranks, or use process_sets."
         )
-    registry().open(list(process_sets or ()))
+    registry.open(list(process_sets or ()))
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit, os.getpid())
 
@@ -82,8 +81,8 @@ def _recovery_options() -> dict[str, Any]:
 
 def shutdown() -> None:
     """Shut Horovod down (collective); pending operations fail. The job itself stays; `hvd.init()` may follow."""
-    if registry().is_open:
-        registry().close()
+    if registry.is_open:
+        registry.close()
 
 
 def _shutdown_at_exit(pid: int) -> None:
@@ -93,12 +92,11 @@ def _shutdown_at_exit(pid: int) -> None:
 
 def is_initialized() -> bool:
     """Return whether `hvd.init()` has been called, and not `hvd.shutdown()` since. Does not communicate."""
-    return registry().is_open
+    return registry.is_open
 
 
 def _world() -> World:
-    if not registry().is_open:
-        raise ValueError(NOT_INITIALIZED)
+    registry.check_open()
     return session.current_world()
 
 
@@ -181,7 +179,7 @@ def mpi_threads_supported() -> bool:
     Raises:
         ValueError: If Horovod is not initialized.
     """
-    _world()
+    registry.check_open()
     return True
 
 
@@ -248,7 +246,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         OSError: On rank 0, if the file cannot be written.
     """
     if _world().rank == 0:
-        registry().timeline.start(file_path, marks_cycles=mark_cycles)
+        registry.timeline.start(file_path, marks_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -257,5 +255,5 @@ def stop_timeline() -> None:
     Raises:
         ValueError: If Horovod is not initialized.
     """
-    _world()
-    registry().timeline.stop()
+    registry.check_open()
+    registry.timeline.stop()

@@ -19,15 +19,26 @@ from mpicomm import recovery, session
 from mpicomm.errors import RankFailedError
 from mpicomm.horovod import context
 from mpicomm.horovod.elastic_sampler import ElasticSampler
-from mpicomm.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from mpicomm.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from mpicomm.horovod.reduce_op import Min
+from mpicomm.horovod.submission import HorovodInternalError, Min
 from mpicomm.horovod.tensor_operations import allreduce
 from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
+    """An exception by which a function in `hvd.elastic.run` requests that it is called again; raise it on all ranks.
+
+    Attributes:
+        skip_sync: Whether to omit the synchronization of the state before the next call.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync
 
 
 class State:

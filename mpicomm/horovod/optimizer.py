@@ -17,7 +17,7 @@ from mpicomm.horovod import context
 from mpicomm.horovod.compression import Compression
 from mpicomm.horovod.functions import broadcast_object
 from mpicomm.horovod.process_sets import ProcessSet, global_process_set
-from mpicomm.horovod.reduce_op import Adasum, Average
+from mpicomm.horovod.submission import Adasum, Average
 from mpicomm.horovod.tensor_operations import (
     allreduce_async_,
     grouped_allreduce_async_,

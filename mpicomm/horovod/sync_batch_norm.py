@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mpicomm.horovod import context
-from mpicomm.horovod.reduce_op import Sum
+from mpicomm.horovod.submission import Sum
 from mpicomm.horovod.tensor_operations import allreduce
 
 

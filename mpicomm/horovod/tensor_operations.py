@@ -16,12 +16,20 @@ import torch
 from torch import Tensor
 
 from mpicomm import arguments
-from mpicomm.horovod import gpu_order, reduce_op, submission
+from mpicomm.horovod import submission
 from mpicomm.horovod.compression import Compression, Compressor
-from mpicomm.horovod.exceptions import HorovodInternalError
 from mpicomm.horovod.process_sets import ProcessSet, engine_of, global_process_set
-from mpicomm.horovod.reduce_op import Adasum, Average, Sum
-from mpicomm.horovod.submission import ANY_ROWS, Layout, Signature, Submission
+from mpicomm.horovod.submission import (
+    ANY_ROWS,
+    OP_NAMES,
+    Adasum,
+    Average,
+    HorovodInternalError,
+    Layout,
+    Signature,
+    Submission,
+    Sum,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,8 +67,10 @@ def synchronize(handle: Submission | Callable[[], Any]) -> Any:
         return handle()  # of a sparse tensor
     handle.engine.wait(handle)
     if handle.events:
-        gpu_order.wait(handle.events)
-        gpu_order.use_in_current_stream(handle.result)
+        handle.wait_for_events()
+        for tensor in handle.result:
+            if tensor.is_cuda:  # torch's allocator must know of a stream other than that of the allocation
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
     if handle.is_grouped:
         return list(handle.result)
     if handle.splits is not None:
@@ -190,7 +200,7 @@ def _run(
         is_cacheable=name is not None,
     )
     if any(layout.device == "cuda" for layout in signature.layouts):
-        handle.events = gpu_order.record(call.tensors)
+        handle.record_events(call.tensors)
     if call.is_async:
         return engine.submit(handle)
     if call.is_in_place:
@@ -312,7 +322,13 @@ def _effective_op(call: FunctionCall, op: int | None, average: bool | None) -> i
         message = f"{call.function}: average is deprecated; pass op=hvd.Average or op=hvd.Sum"
         warnings.warn(message, DeprecationWarning, stacklevel=4)
         return Average if average else Sum
-    return Average if op is None else reduce_op.check(op, call.function)
+    if op is None:
+        return Average
+    if op not in range(len(OP_NAMES)):
+        raise ValueError(
+            f"{call.function}: op must be hvd.{', hvd.'.join(OP_NAMES)}, got {op!r}.\nPass one of these constants."
+        )
+    return int(op)
 
 
 def _check_adasum(process_set: ProcessSet, tensors: Tensors) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 _MIB = 2**20
 _LONGEST_HEARTBEAT, _SHORTEST_HEARTBEAT = 5.0, 0.1  # seconds
-_HEARTBEATS_PER_CHECK = 10
+_HEARTBEATS_PER_CHECK = 10  # so that a report is late by a tenth of the time of a check
 DYNAMIC = "DYNAMIC"
 """The value of HOROVOD_TIMELINE with which the program starts the timeline itself."""
 

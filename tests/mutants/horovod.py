@@ -14,9 +14,9 @@ MUTANTS = [
     ),
     # -- negotiation ----------------------------------------------------------------------------------------
     Mutant(
-        "Negotiation._add",
-        old="self._slots[slot].signature == submission.signature",
-        new="self._slots[slot].signature.kind == submission.signature.kind",
+        "Negotiation.run_round",
+        old="self._slots[slot].signature != submission.signature",
+        new="self._slots[slot].signature.kind != submission.signature.kind",
         fault="A rank that changes the shape of a tensor in the cache uses the old one on the other ranks.",
         tests="tests/horovod/test_negotiation.py -k 'random_sequences or leaves_the_name_usable'",
     ),
@@ -36,7 +36,7 @@ MUTANTS = [
     ),
     Mutant(
         "Negotiation._describe_old",
-        old="self._to_describe.append(self._mine[self._slots[slot].name])",
+        old="self._to_describe.append(self._pending[self._slots[slot].name])",
         fault="A tensor in the cache that a rank leaves out is not reported.",
         tests="tests/horovod/test_stalls.py -k test_a_late_rank",
     ),
@@ -58,13 +58,13 @@ MUTANTS = [
     # -- operations -----------------------------------------------------------------------------------------
     Mutant(
         "_batches",
-        old="nbytes + each.source.nbytes > threshold",
-        new="False and nbytes + each.source.nbytes > threshold",
+        old="batch_bytes + nbytes > threshold",
+        new="False and batch_bytes + nbytes > threshold",
         fault="Fused tensors exceed the threshold.",
         tests="tests/horovod/test_fusion.py -k threshold",
     ),
     Mutant(
-        "reduce",
+        "_reduce_by_adasum",
         old="2",
         new="4",
         fault="With four ranks, only pairs of ranks are combined.",
@@ -111,17 +111,17 @@ MUTANTS = [
     ),
     # -- process sets and tensors -------------------------------------------------------------------------
     Mutant(
-        "_Registry._ranks_of",
-        old="len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks)",
+        "process_sets._ranks_of",
+        old="len(set(ranks)) != len(ranks) or not all(0 <= rank < world.size for rank in ranks)",
         new="len(set(ranks)) != len(ranks)",
         fault="A process set with a rank that the job does not have is an error of torch.",
         tests="tests/horovod/test_matching.py -k invalid_sets",
         ranks=2,
     ),
     Mutant(
-        "submission._first_difference",
-        old="if one.op != other.op:",
-        new="if False:",
+        "Signature.difference",
+        old='("the reduction operations differ", OP_NAMES[self.op], OP_NAMES[other.op])',
+        new='("the reduction operations differ", 0, 0)',
         fault="Ranks with different reduction operations get a message about factors.",
         tests="tests/horovod/test_matching.py -k 'same_error_on_all_ranks and op'",
         ranks=2,
@@ -192,7 +192,7 @@ MUTANTS = [
     ),
     Mutant(
         "StallCheck.run",
-        old="now - each.start >= self._shutdown_after",
+        old="waited >= self._shutdown_after",
         new="False",
         fault="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is ignored.",
         tests="tests/horovod/test_stalls.py -k stall_ends_the_job",
@@ -212,15 +212,15 @@ MUTANTS = [
         tests="tests/unit/test_horovod_variables.py",
     ),
     Mutant(
-        "reduce_op.check",
-        old="op not in range(len(NAMES))",
+        "_effective_op",
+        old="op not in range(len(OP_NAMES))",
         new="False",
         fault="hvd.allreduce with an unknown op is a KeyError.",
         tests="tests/horovod/test_tensor_operations.py -k invalid_arguments",
         ranks=2,
     ),
     Mutant(
-        "GroupExchange.all_gather_text",
+        "GroupCalls.all_gather_text",
         old="whole[rank * longest :][:size].decode()",
         new="whole[rank * longest :][:longest].decode()",
         fault="The descriptions of tensors from ranks with a shorter one end in null characters, and cannot be read.",

@@ -13,7 +13,6 @@ from mpicomm.horovod import (
     compression,
     elastic,
     elastic_sampler,
-    exceptions,
     functions,
     optimizer,
     process_sets,
@@ -26,7 +25,7 @@ __path__: list[str] = []  # a package without files: its submodules are in sys.m
 _SUBMODULES: dict[str, types.ModuleType | None] = {
     "common": None,
     "common.elastic": elastic,
-    "common.exceptions": exceptions,
+    "common.exceptions": elastic,
     "common.process_sets": process_sets,
     "torch": mpicomm.horovod,
     "torch.compression": compression,
