@@ -12,7 +12,8 @@ import torch
 
 from mpicomm import mpi, runtime, session
 from mpicomm.errors import LaunchError, raised_on_all_ranks
-from mpicomm.horovod.process_sets import ProcessSet, registry
+from mpicomm.horovod.process_sets import DYNAMIC, ProcessSet, registry
+from mpicomm.horovod.variables import is_set
 from mpicomm.session import World
 
 _MIN_RANKS = "HOROVOD_ELASTIC_MIN_NP"
@@ -39,7 +40,7 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
             raise ValueError(
                 f"init: process_sets must be 'dynamic' or a list, got {process_sets!r}.\nPass one of these."
             )
-        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+        os.environ[DYNAMIC] = "1"
         process_sets = ()
     communicator: Any = comm if hasattr(comm, "Get_group") else None
     world = runtime.bootstrap(comm=communicator, **_recovery_options())
@@ -71,7 +72,7 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
 
 def _recovery_options() -> dict[str, Any]:
     """Return the arguments of `bootstrap` that let `hvd.elastic.run` continue without failed ranks."""
-    if os.environ.get("HOROVOD_ELASTIC", "") in ("", "0"):
+    if not is_set(os.environ, "HOROVOD_ELASTIC"):
         return {}
     least = os.environ.get(_MIN_RANKS) or "1"
     if not least.isdecimal() or int(least) < 1:

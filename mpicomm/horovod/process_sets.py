@@ -9,9 +9,9 @@ from typing import Any
 from mpicomm import arguments, session
 from mpicomm.horovod.process_set_engine import ProcessSetEngine
 from mpicomm.horovod.timeline_file import HorovodTimeline
-from mpicomm.horovod.variables import Variables
+from mpicomm.horovod.variables import Variables, is_set
 
-_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _RANKS = arguments.Expected(
     "ranks or an mpi4py communicator",
     lambda _: True,  # Horovod raises a ValueError for other types, too
@@ -262,8 +262,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _check_dynamic(function: str) -> None:
     registry.check_open()
-    if os.environ.get(_DYNAMIC, "") in ("", "0"):
+    if not is_set(os.environ, DYNAMIC):
         raise ValueError(
             f"{function}: process sets are fixed at hvd.init().\n"
-            f"Set {_DYNAMIC}=1, or call hvd.init(process_sets='dynamic') on all ranks."
+            f"Set {DYNAMIC}=1, or call hvd.init(process_sets='dynamic') on all ranks."
         )
