@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mpicomm import arguments
 from mpicomm.horovod import submission
-from mpicomm.horovod.compression import Compression, Compressor
 from mpicomm.horovod.process_sets import ProcessSet, engine_of, global_process_set
 from mpicomm.horovod.submission import (
     ANY_ROWS,
@@ -253,6 +252,66 @@ def _layouts(call: FunctionCall, *, any_rows: bool = False, needs_rows: bool = F
     return tuple(layouts)
 
 
+# -- compression -------------------------------------------------------------------------------------------------------
+
+
+class Compressor:
+    """The interface of a compression; its methods are called on the class."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the compressed tensor, and the argument `ctx` of `decompress`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return the tensor in its original form."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """No compression."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # noqa: ARG004  the interface
+        """Return the tensor."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Floating-point tensors as float16."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor as float16 if it is a floating-point tensor, and its dtype."""
+        return tensor.half() if tensor.dtype.is_floating_point else tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return the tensor in the dtype that it had."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The available compressions: pass `Compression.none` or `Compression.fp16` as `compression=`."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+
+def _compressed(call: FunctionCall, compression: type[Compressor], run: Callable[..., Tensors], *args: Any) -> Any:
+    """Run a call with compressed tensors, and decompress the results."""
+    compressed = [compression.compress(tensor) for tensor in call.tensors]
+    reduced = run(call._replace(tensors=[tensor for tensor, _ in compressed], is_grouped=True), *args)
+    results = [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
+    return results if call.is_grouped else results[0]
+
+
 # -- allreduce ---------------------------------------------------------------------------------------------------------
 
 
@@ -304,14 +363,6 @@ def _compressed_allreduce(
 
 
 _compressed_allreduce.__doc__ = _allreduce.__doc__
-
-
-def _compressed(call: FunctionCall, compression: type[Compressor], run: Callable[..., Tensors], *args: Any) -> Any:
-    """Run a call with compressed tensors, and decompress the results."""
-    compressed = [compression.compress(tensor) for tensor in call.tensors]
-    reduced = run(call._replace(tensors=[tensor for tensor, _ in compressed], is_grouped=True), *args)
-    results = [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
-    return results if call.is_grouped else results[0]
 
 
 def _effective_op(call: FunctionCall, op: int | None, average: bool | None) -> int:
