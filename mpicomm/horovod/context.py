@@ -12,8 +12,8 @@ import torch
 
 from mpicomm import mpi, runtime, session
 from mpicomm.errors import LaunchError, raised_on_all_ranks
-from mpicomm.horovod.exceptions import NOT_INITIALIZED
-from mpicomm.horovod.process_sets import ProcessSet, registry
+from mpicomm.horovod.process_sets import DYNAMIC, ProcessSet, registry
+from mpicomm.horovod.variables import is_set
 from mpicomm.session import World
 
 _MIN_RANKS = "HOROVOD_ELASTIC_MIN_NP"
@@ -33,14 +33,14 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
             provides a lower thread level than MPI_THREAD_MULTIPLE.
         MpicommError: If the ranks cannot be connected; see `mpicomm.bootstrap()`.
     """
-    if registry().is_open:
+    if registry.is_open:
         return
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ValueError(
                 f"init: process_sets must be 'dynamic' or a list, got {process_sets!r}.\nPass one of these."
             )
-        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+        os.environ[DYNAMIC] = "1"
         process_sets = ()
     communicator: Any = comm if hasattr(comm, "Get_group") else None
     world = runtime.bootstrap(comm=communicator, **_recovery_options())
@@ -65,14 +65,14 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
             f"init: comm must be an mpi4py communicator or all ranks, got {list(comm)} of {world.size} ranks.\n"
             f"Pass a communicator of these ranks, or use process_sets."
         )
-    registry().open(list(process_sets or ()))
+    registry.open(list(process_sets or ()))
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit, os.getpid())
 
 
 def _recovery_options() -> dict[str, Any]:
     """Return the arguments of `bootstrap` that let `hvd.elastic.run` continue without failed ranks."""
-    if os.environ.get("HOROVOD_ELASTIC", "") in ("", "0"):
+    if not is_set(os.environ, "HOROVOD_ELASTIC"):
         return {}
     least = os.environ.get(_MIN_RANKS) or "1"
     if not least.isdecimal() or int(least) < 1:
@@ -82,8 +82,8 @@ def _recovery_options() -> dict[str, Any]:
 
 def shutdown() -> None:
     """Shut Horovod down (collective); pending operations fail. The job itself stays; `hvd.init()` may follow."""
-    if registry().is_open:
-        registry().close()
+    if registry.is_open:
+        registry.close()
 
 
 def _shutdown_at_exit(pid: int) -> None:
@@ -93,12 +93,11 @@ def _shutdown_at_exit(pid: int) -> None:
 
 def is_initialized() -> bool:
     """Return whether `hvd.init()` has been called, and not `hvd.shutdown()` since. Does not communicate."""
-    return registry().is_open
+    return registry.is_open
 
 
 def _world() -> World:
-    if not registry().is_open:
-        raise ValueError(NOT_INITIALIZED)
+    registry.check_open()
     return session.current_world()
 
 
@@ -181,7 +180,7 @@ def mpi_threads_supported() -> bool:
     Raises:
         ValueError: If Horovod is not initialized.
     """
-    _world()
+    registry.check_open()
     return True
 
 
@@ -248,7 +247,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         OSError: On rank 0, if the file cannot be written.
     """
     if _world().rank == 0:
-        registry().timeline.start(file_path, marks_cycles=mark_cycles)
+        registry.timeline.start(file_path, marks_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -257,5 +256,5 @@ def stop_timeline() -> None:
     Raises:
         ValueError: If Horovod is not initialized.
     """
-    _world()
-    registry().timeline.stop()
+    registry.check_open()
+    registry.timeline.stop()

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from mpicomm.horovod import adasum, gpu_order, submission
-from mpicomm.horovod.exceptions import HorovodInternalError
-from mpicomm.horovod.fusion import FusionBuffer, Pair
+from mpicomm.backend import torch_internals
+from mpicomm.horovod import submission
 from mpicomm.horovod.group_calls import GroupCalls
-from mpicomm.horovod.group_exchange import GroupExchange
 from mpicomm.horovod.negotiation import Ready
-from mpicomm.horovod.reduce_op import Adasum
-from mpicomm.horovod.submission import Layout
+from mpicomm.horovod.submission import Adasum, HorovodInternalError, Submission
+
+_LONG_BYTES = 2**20  # tensors of this size are not fused: the two copies cost more than an operation of their own
+_MOST_LAYOUTS = 64  # of the fusion buffer that are kept; a training step has a few
+
+
+class Pair(NamedTuple):
+    """The input and the output of a reduction; one tensor if it is in place."""
+
+    source: torch.Tensor
+    output: torch.Tensor
 
 
 class DataOperations:
     """The operations of one process set. Every method is collective, with equal arguments on all ranks."""
 
-    def __init__(self, calls: GroupCalls, exchange: GroupExchange, fusion_threshold: int) -> None:
-        self._calls, self._exchange, self._threshold = calls, exchange, fusion_threshold
-        self._buffers: dict[tuple[torch.dtype, torch.device], FusionBuffer] = {}
+    def __init__(self, calls: GroupCalls, fusion_threshold: int) -> None:
+        """Create the operations.
+
+        Args:
+            fusion_threshold: Bytes up to which tensors are reduced together.
+        """
+        self._calls, self._threshold = calls, fusion_threshold
+        self._buffers: dict[tuple[torch.dtype, torch.device], _FusionBuffer] = {}
         self._runners: dict[str, Callable[[list[Ready]], None]] = {
             submission.ALLREDUCE: self._allreduce,
             submission.ALLGATHER: self._allgather,
@@ -37,62 +50,61 @@ class DataOperations:
     def run(self, items: Sequence[Ready]) -> None:
         """Run the operations and complete the submissions."""
         by_kind: dict[str, list[Ready]] = {}
-        for each in items:
-            if each.error:
-                _finish(each, error=HorovodInternalError(each.error))
+        for item in items:
+            if item.error:
+                _finish(item, error=HorovodInternalError(item.error))
             else:
-                by_kind.setdefault(each.signature.kind, []).append(each)
+                by_kind.setdefault(item.signature.kind, []).append(item)
         with torch.no_grad():
             for kind, ready in by_kind.items():
-                gpu_order.wait([event for each in ready if each.submission for event in each.submission.events])
+                for item in ready:
+                    if item.submission is not None and item.submission.events:
+                        item.submission.wait_for_events()
                 try:
                     self._runners[kind](ready)
                 except (ValueError, TypeError, RuntimeError) as error:
-                    for each in ready:
-                        _finish(each, error=error)
+                    for item in ready:
+                        _finish(item, error=error)
 
     # -- reductions ------------------------------------------------------------------------------------------------
 
     def _allreduce(self, items: list[Ready]) -> None:
         # 1. the tensors that can be fused: of one dtype, device, operation and factors
         buckets: dict[tuple[Any, ...], list[Pair]] = {}
-        for each in items:
-            signature = each.signature
-            for layout, pair in zip(signature.layouts, _pairs(each), strict=True):
-                key = layout.dtype, pair.source.device, signature.op, signature.prescale, signature.postscale
+        for item in items:
+            signature = item.signature
+            for pair in _pairs(item):
+                key = pair.source.dtype, pair.source.device, signature.op, signature.prescale, signature.postscale
                 buckets.setdefault(key, []).append(pair)
         # 2. reduce
         for (dtype, device, op, prescale, postscale), pairs in buckets.items():
-
-            def run(
-                whole: torch.Tensor,
-                parts: Sequence[torch.Tensor],
-                op: int = op,
-                prescale: float = prescale,
-                postscale: float = postscale,
-            ) -> None:
+            for batch in _batches(pairs, self._threshold):
+                if len(batch) == 1:
+                    source, whole = batch[0]
+                    parts = [whole]
+                    if whole is not source:
+                        whole.copy_(source)
+                else:
+                    if (dtype, device) not in self._buffers:
+                        self._buffers[dtype, device] = _FusionBuffer(dtype, device)
+                    whole, parts = self._buffers[dtype, device].layout(batch)
+                    torch_internals.copy_each(parts, [pair.source for pair in batch])
                 _scale(whole, prescale)
-                self._reduce(whole, parts, op)
+                if op == Adasum:
+                    _reduce_by_adasum(parts, whole, self._calls.group)
+                else:
+                    self._calls.all_reduce(whole, op)
                 _scale(whole, postscale)
-
-            buffer = self._buffers.get((dtype, device))
-            if buffer is None:
-                buffer = self._buffers[dtype, device] = FusionBuffer(dtype, device)
-            buffer.reduce(pairs, self._threshold, run)
-        for each in items:
-            if each.submission is not None:
-                _finish(each, each.submission.outputs)
-
-    def _reduce(self, whole: torch.Tensor, parts: Sequence[torch.Tensor], op: int) -> None:
-        if op == Adasum:
-            adasum.reduce(parts, whole, self._calls.group)
-        else:
-            self._calls.all_reduce(whole, op)
+                if len(batch) > 1:
+                    torch_internals.copy_each([pair.output for pair in batch], parts)
+        for item in items:
+            if item.submission is not None:
+                _finish(item, item.submission.outputs)
 
     def _reducescatter(self, items: list[Ready]) -> None:
-        for each in items:
-            signature, outputs = each.signature, []
-            for source in each.submission.tensors:  # type: ignore[union-attr]
+        for item in items:
+            signature, outputs = item.signature, []
+            for source in _own(item).tensors:
                 rows, rest = divmod(source.shape[0], self._calls.size)
                 counts = [rows + (rank < rest) for rank in range(self._calls.size)]
                 if signature.prescale != 1:
@@ -103,27 +115,27 @@ class DataOperations:
                 self._calls.reduce_scatter(output, chunks, signature.op)
                 _scale(output, signature.postscale)
                 outputs.append(output)
-            _finish(each, outputs)
+            _finish(item, outputs)
 
     # -- data movement ---------------------------------------------------------------------------------------------
 
     def _broadcast(self, items: list[Ready]) -> None:
-        for each in items:
-            for pair in _pairs(each):
-                if pair.output is not pair.source and self._calls.rank == each.signature.root:
+        for item in items:
+            root = item.signature.root
+            for pair in _pairs(item):
+                if pair.output is not pair.source and self._calls.rank == root:
                     pair.output.copy_(pair.source)
-                self._calls.broadcast(pair.output, each.signature.root)
-            _finish(each, each.submission.outputs)  # type: ignore[union-attr]
+                self._calls.broadcast(pair.output, root)
+            _finish(item, _own(item).outputs)
 
     def _allgather(self, items: list[Ready]) -> None:
-        sources = [source.contiguous() for each in items for source in each.submission.tensors]  # type: ignore[union-attr]
-        rows = self._exchange.all_gather_numbers([source.shape[0] for source in sources])
-        gathered = [
-            self._gather_rows(source, [numbers[index] for numbers in rows]) for index, source in enumerate(sources)
-        ]
-        rest = iter(gathered)
-        for each in items:
-            _finish(each, list(itertools.islice(rest, len(each.signature.layouts))))
+        sources = [source.contiguous() for item in items for source in _own(item).tensors]
+        rows = self._calls.all_gather_numbers([source.shape[0] for source in sources])
+        gathered = iter(
+            [self._gather_rows(source, [numbers[index] for numbers in rows]) for index, source in enumerate(sources)]
+        )
+        for item in items:
+            _finish(item, list(itertools.islice(gathered, len(item.signature.layouts))))
 
     def _gather_rows(self, source: torch.Tensor, rows: list[int]) -> torch.Tensor:
         output = source.new_empty((sum(rows), *source.shape[1:]))
@@ -135,47 +147,47 @@ class DataOperations:
 
     def _alltoall(self, items: list[Ready]) -> None:
         # 1. the numbers of rows that this rank receives from every rank, for each operation
-        sent = [each.submission.splits.tolist() for each in items]  # type: ignore[union-attr]
-        received = self._exchange.all_to_all_numbers([list(column) for column in zip(*sent, strict=True)])
+        splits = [_own(item).splits for item in items]
+        sent = [counts.tolist() for counts in splits]  # type: ignore[union-attr]
+        received = self._calls.all_to_all_numbers([list(column) for column in zip(*sent, strict=True)])
         # 2. the rows
-        for index, each in enumerate(items):
-            own = each.submission
-            assert own is not None  # not supported with join
-            (source,), counts = own.tensors, [numbers[index] for numbers in received]
+        for index, item in enumerate(items):
+            (source,), counts = _own(item).tensors, [numbers[index] for numbers in received]
             output = source.new_empty((sum(counts), *source.shape[1:]))
             rows = source.contiguous()[: sum(sent[index])]
             self._calls.all_to_all(output, rows, counts, sent[index])
-            splits = own.splits
-            _finish(each, [output, torch.tensor(counts, dtype=splits.dtype, device=splits.device)])  # type: ignore[union-attr]
+            _finish(item, [output, torch.tensor(counts, dtype=torch.int32, device=splits[index].device)])  # type: ignore[union-attr]
 
     # -- without data ----------------------------------------------------------------------------------------------
 
     def _barrier(self, items: list[Ready]) -> None:
-        for each in items:  # the negotiation was the barrier
-            _finish(each, [])
+        for item in items:  # the negotiation was the barrier
+            _finish(item)
 
     def _join(self, items: list[Ready]) -> None:
-        for each in items:
-            _finish(each, [each.last_joined])
+        for item in items:
+            _finish(item, [item.last_joined])
+
+
+def _own(item: Ready) -> Submission:
+    """Return this rank's submission of an operation that is not supported after a join."""
+    assert item.submission is not None
+    return item.submission
 
 
 def _finish(item: Ready, result: Sequence[Any] = (), error: Exception | None = None) -> None:
     if item.submission is not None:
         if item.submission.events:
-            item.submission.events = gpu_order.record(result)
+            item.submission.record_events(result)
         item.submission.finish(result, error)
 
 
 def _pairs(item: Ready) -> list[Pair]:
     """Return the inputs and outputs; zeros if this rank has joined."""
-    if item.submission is None:
-        zeros = [_zeros(layout) for layout in item.signature.layouts]
-        return [Pair(each, each) for each in zeros]
-    return [Pair(*each) for each in zip(item.submission.tensors, item.submission.outputs, strict=True)]
-
-
-def _zeros(layout: Layout) -> torch.Tensor:
-    return torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
+    if item.submission is not None:
+        return [Pair(*pair) for pair in zip(item.submission.tensors, item.submission.outputs, strict=True)]
+    zeros = [torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device) for layout in item.signature.layouts]
+    return [Pair(tensor, tensor) for tensor in zeros]
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:
@@ -183,5 +195,90 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
         return
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         tensor.mul_(factor)
-    else:  # an integer factor may be a fraction
+    else:  # the factor of integers may be a fraction
         tensor.copy_(tensor.double().mul_(factor))
+
+
+# -- fusion ------------------------------------------------------------------------------------------------------------
+
+
+class _FusionBuffer:
+    """The memory in which the tensors of one dtype and device are fused."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=dtype, device=device)
+        self._layouts: dict[tuple[torch.Size, ...], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def layout(self, batch: Sequence[Pair]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the fused tensor and its parts, in the shapes of the tensors of the batch."""
+        shapes = tuple([pair.source.shape for pair in batch])
+        layout = self._layouts.get(shapes)
+        if layout is None:
+            counts = [pair.source.numel() for pair in batch]
+            if sum(counts) > self._memory.numel() or len(self._layouts) == _MOST_LAYOUTS:
+                self._layouts.clear()
+            if sum(counts) > self._memory.numel():
+                self._memory = torch.empty(sum(counts), dtype=self._memory.dtype, device=self._memory.device)
+            whole = self._memory[: sum(counts)]
+            parts = [part.view(shape) for part, shape in zip(whole.split(counts), shapes, strict=True)]
+            layout = self._layouts[shapes] = whole, parts
+        return layout
+
+
+def _batches(pairs: Sequence[Pair], threshold: int) -> Iterator[list[Pair]]:
+    """Yield the tensors in batches of at most `threshold` bytes; long tensors are batches of their own."""
+    limit = min(threshold, _LONG_BYTES)
+    batch: list[Pair] = []
+    batch_bytes = 0
+    for pair in pairs:
+        nbytes = pair.source.nbytes
+        if nbytes >= limit:
+            yield [pair]
+            continue
+        if batch_bytes + nbytes > threshold:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(pair)
+        batch_bytes += nbytes
+    if batch:
+        yield batch
+
+
+# -- Adasum ------------------------------------------------------------------------------------------------------------
+
+
+def _reduce_by_adasum(parts: Sequence[torch.Tensor], whole: torch.Tensor, group: Any) -> None:
+    """Add gradients that are orthogonal, and average gradients that are parallel, in place.
+
+    Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021. Pairs of ranks at the distances
+    1, 2, 4, ... exchange their partial results (recursive doubling): the number of ranks must be a power of two.
+
+    Args:
+        parts: The tensors; each is reduced with coefficients of its own.
+        whole: The memory of all parts, which one message exchanges.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    received = whole.new_empty(whole.shape)
+    distance = 1
+    while distance < size:
+        partner = rank ^ distance
+        sent = dist.isend(whole, group=group, group_dst=partner)
+        dist.recv(received, group=group, group_src=partner)
+        if sent is not None:
+            sent.wait()
+        counts = [part.numel() for part in parts]
+        for part, other in zip(parts, received.view(-1).split(counts), strict=True):
+            part.copy_(_combined(part, other.view(part.shape)))
+        distance *= 2
+
+
+def _combined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    # Symmetric in both arguments, also in its roundings, so that both ranks compute the same bits.
+    a, b = first.double(), second.double()
+    dot = (a * b).sum()
+    return _coefficient(dot, a) * a + _coefficient(dot, b) * b
+
+
+def _coefficient(dot: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    norm = (vector * vector).sum()
+    return torch.where(norm > 0, 1 - dot / (2 * norm), torch.ones_like(norm))

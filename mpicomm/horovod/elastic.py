@@ -8,26 +8,39 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.data import Sampler
 
 from mpicomm import recovery, session
 from mpicomm.errors import RankFailedError
 from mpicomm.horovod import context
-from mpicomm.horovod.differentiable import allreduce
-from mpicomm.horovod.elastic_sampler import ElasticSampler
-from mpicomm.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from mpicomm.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from mpicomm.horovod.reduce_op import Min
+from mpicomm.horovod.submission import HorovodInternalError, Min
+from mpicomm.horovod.tensor_operations import allreduce
 from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
+    """An exception by which a function in `hvd.elastic.run` requests that it is called again; raise it on all ranks.
+
+    Attributes:
+        skip_sync: Whether to omit the synchronization of the state before the next call.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync
 
 
 class State:
@@ -132,12 +145,14 @@ class TorchState(ObjectState):
             optimizer: Its optimizer, which may be a DistributedOptimizer.
             **kwargs: Further models, optimizers, `ElasticSampler`s and objects that can be pickled.
         """
-        things = {**kwargs, "model": model, "optimizer": optimizer}
-        handlers = {name: _Handler.of(value) for name, value in things.items()}
-        self._handlers: dict[str, _Handler] = {name: each for name, each in handlers.items() if each is not None}
-        for name in self._handlers:
-            object.__setattr__(self, name, things.pop(name))
-        super().__init__(_broadcast_from_survivor, context.rank, **things)
+        values = {**kwargs, "model": model, "optimizer": optimizer}
+        self._handlers: dict[str, _Handler] = {}
+        for name, value in list(values.items()):
+            for kind, sync in _SYNCS.items():
+                if isinstance(value, kind):
+                    object.__setattr__(self, name, values.pop(name))
+                    self._handlers[name] = _Handler(value, sync)
+        super().__init__(_broadcast_from_survivor, context.rank, **values)
 
     def save(self) -> None:
         """Save the state in host memory."""
@@ -156,7 +171,6 @@ class TorchState(ObjectState):
         root = _surviving_rank()
         for handler in self._handlers.values():
             handler.sync(root)
-            handler.save()
         super().sync()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -166,23 +180,92 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
 
+# -- the sampler -------------------------------------------------------------------------------------------------------
+
+
+class ElasticSampler(Sampler[int]):
+    """Distributes the samples of a dataset over the ranks, and again after a change of the world.
+
+    Its methods do not communicate; call them on all ranks with the same arguments.
+
+    Samples that `record_batch` has counted are not returned again in the epoch. Add the sampler to a `TorchState`, call
+    `record_batch` after every batch, and `set_epoch` at the end of an epoch. If the samples cannot be divided evenly,
+    some are repeated, so that every rank gets the same number.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        """Create a sampler.
+
+        Args:
+            dataset: The dataset, whose length must not change.
+            shuffle: Whether to return the samples in a random order.
+            seed: The seed of this order, equal on all ranks.
+        """
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        """The number of samples of the epoch that all ranks together have processed."""
+
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start an epoch: no sample is processed, and the order is that of the epoch.
+
+        Args:
+            epoch: The number of the epoch.
+        """
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002  Horovod's interface
+        """Count the samples of a batch, which every rank has processed.
+
+        Args:
+            batch_idx: The index of the batch, which has no effect.
+            batch_size: The number of samples on this rank, equal on all ranks.
+        """
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and the number of processed samples."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict`, and divide the samples that are left among the ranks."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide the samples that are left among the ranks of the current world."""
+        self.num_replicas, self.rank = context.size(), context.rank()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        padded = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
+        return iter(list(padded)[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
 # -- models, optimizers and samplers -----------------------------------------------------------------------------------
 
 
 class _Handler:
     """The saved state of a model, an optimizer or a sampler."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self.save()
-
-    @staticmethod
-    def of(value: Any) -> _Handler | None:
-        """Return the handler of an object; None if it is sent and saved as a whole."""
-        for kind, handler in _HANDLERS.items():
-            if isinstance(value, kind):
-                return handler(value)
-        return None
+    def __init__(self, value: Any, sync: Callable[[Any, int], None]) -> None:
+        self._sync = sync
+        self.replace(value)
 
     def replace(self, value: Any) -> None:
         """Save another object from now on."""
@@ -197,30 +280,19 @@ class _Handler:
         self._value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self, root: int) -> None:
-        """Load the state of the rank `root` on all ranks (collective)."""
-        raise NotImplementedError
+        """Load the state of the rank `root` on all ranks, and save it (collective)."""
+        self._sync(self._value, root)
+        self.save()
 
 
-class _ModelHandler(_Handler):
-    def sync(self, root: int) -> None:
-        broadcast_parameters(self._value.state_dict(), root)
-
-
-class _OptimizerHandler(_Handler):
-    def sync(self, root: int) -> None:
-        broadcast_optimizer_state(self._value, root)
-
-
-class _SamplerHandler(_Handler):
-    def sync(self, root: int) -> None:
-        self._value.load_state_dict(broadcast_object(self._value.state_dict(), root, "elastic.sampler"))
-
-
-_HANDLERS: dict[type, type[_Handler]] = {
-    nn.Module: _ModelHandler,
-    torch.optim.Optimizer: _OptimizerHandler,
-    ElasticSampler: _SamplerHandler,
+_SYNCS: dict[type, Callable[[Any, int], None]] = {
+    nn.Module: lambda model, root: broadcast_parameters(model.state_dict(), root),
+    torch.optim.Optimizer: broadcast_optimizer_state,
+    ElasticSampler: lambda sampler, root: sampler.load_state_dict(
+        broadcast_object(sampler.state_dict(), root, "elastic.sampler")
+    ),
 }
+"""The classes whose objects have a state of their own, and the functions that send it (collective)."""
 
 
 def _surviving_rank() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,9 +12,8 @@ from torch import nn
 
 from mpicomm.collective_ops import pytree
 from mpicomm.horovod import context
-from mpicomm.horovod.differentiable import allgather
 from mpicomm.horovod.process_sets import ProcessSet, global_process_set
-from mpicomm.horovod.tensor_operations import broadcast_, broadcast_async_, synchronize
+from mpicomm.horovod.tensor_operations import allgather, broadcast_, broadcast_async_, synchronize
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
@@ -87,14 +87,15 @@ def broadcast_object(
         HorovodInternalError: If the ranks can no longer communicate.
     """
     label = f"broadcast_object.{name or ''}"
-    content = _pickled(obj, "broadcast_object") if context.rank() == root_rank else None
+    is_root = context.rank() == root_rank
+    content = _pickled(obj, "broadcast_object") if is_root else None
     length = torch.tensor([content.numel() if isinstance(content, torch.Tensor) else 0])
     broadcast_(length, root_rank, f"{label}.length", process_set)
     _check_pickled(content, [root_rank], length.tolist())
     if not isinstance(content, torch.Tensor):
         content = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(content, root_rank, f"{label}.content", process_set)
-    return obj if context.rank() == root_rank else pytree.unpickled(content)
+    return obj if is_root else pytree.unpickled(content)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -110,26 +111,23 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """
     label = f"allgather_object.{name or ''}"
     content = _pickled(obj, "allgather_object")
-    length = 0 if isinstance(content, TypeError) else content.numel()
+    length = content.numel() if isinstance(content, torch.Tensor) else 0
     lengths = allgather(torch.tensor([length]), f"{label}.length").tolist()
     _check_pickled(content, range(len(lengths)), lengths)
     assert isinstance(content, torch.Tensor)
     everything = allgather(content, f"{label}.content")
-    return [pytree.unpickled(each) for each in everything.split(lengths)]
+    return [pytree.unpickled(part) for part in everything.split(lengths)]
 
 
-def _pickled(obj: Any, what: str) -> torch.Tensor | TypeError:
+def _pickled(obj: Any, function: str) -> torch.Tensor | Exception:
     """Return the pickle of an object, or the error, which must be raised on all ranks."""
-    try:
-        (tensor,) = pytree.pickled(obj, what).tensors
-    except TypeError as error:
-        return error
-    return tensor
+    data = pytree.or_error(lambda: pytree.pickled(obj, function))
+    return data if isinstance(data, Exception) else data.tensors[0]
 
 
-def _check_pickled(content: torch.Tensor | TypeError | None, ranks: Iterable[int], lengths: list[int]) -> None:
+def _check_pickled(content: torch.Tensor | Exception | None, ranks: Iterable[int], lengths: list[int]) -> None:
     """Raise an error on all ranks if a rank could not pickle its object, for which it has sent the length 0."""
-    if isinstance(content, TypeError):
+    if isinstance(content, Exception):
         raise content
     failed = [rank for rank, length in zip(ranks, lengths, strict=True) if not length]
     if failed:
@@ -149,9 +147,9 @@ def _named_tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str 
     named = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
-            where = "params" if name is None else f"params[{name!r}]"
+            argument = "params" if name is None else f"params[{name!r}]"
             raise ValueError(
-                f"{where} must be a tensor, got a {type(tensor).__name__}.\nSend it by hvd.broadcast_object."
+                f"{argument} must be a tensor, got a {type(tensor).__name__}.\nSend it by hvd.broadcast_object."
             )
     return named
 
@@ -187,8 +185,8 @@ def _fill_gradients(optimizer: torch.optim.Optimizer, model: nn.Module | None) -
     if optimizer.state:
         return
     modules = model.modules() if model is not None else ()
-    sparse = {id(each.weight) for each in modules if isinstance(each, nn.Embedding) and each.sparse}
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+    sparse = {id(module.weight) for module in modules if isinstance(module, nn.Embedding) and module.sparse}
+    for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
         if parameter.requires_grad and parameter.grad is None:
             zeros = torch.zeros_like(parameter, requires_grad=False)
             is_sparse = isinstance(optimizer, torch.optim.SparseAdam) or id(parameter) in sparse
@@ -198,11 +196,11 @@ def _fill_gradients(optimizer: torch.optim.Optimizer, model: nn.Module | None) -
 def _check_counts(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     """Check on all ranks that the parameter groups have the same lengths on all ranks (collective)."""
     counts = allgather_object([len(group["params"]) for group in optimizer.param_groups], "optimizer.counts")
-    for rank, found in enumerate(counts):
-        if found != counts[root_rank]:
+    for rank, lengths in enumerate(counts):
+        if lengths != counts[root_rank]:
             raise ValueError(
                 f"the optimizers have different parameters: groups of {counts[root_rank]} on rank {root_rank}, of "
-                f"{found} on rank {rank}.\nCreate the optimizer with the same parameters on all ranks."
+                f"{lengths} on rank {rank}.\nCreate the optimizer with the same parameters on all ranks."
             )
 
 
@@ -240,10 +238,10 @@ def _replace_state(optimizer: torch.optim.Optimizer, groups: list[Any]) -> list[
 
 def _tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors among the options and the state, in the order of the parameters."""
-    found = []
+    tensors = []
     for group in optimizer.param_groups:
         values = [value for name, value in group.items() if name != "params"]
         for parameter in group["params"]:
             values += optimizer.state[parameter].values() if parameter in optimizer.state else ()
-        found += [value for value in values if isinstance(value, torch.Tensor)]
-    return found
+        tensors += [value for value in values if isinstance(value, torch.Tensor)]
+    return tensors

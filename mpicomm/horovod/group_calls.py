@@ -16,7 +16,16 @@ from mpicomm.backend.torch_internals import (
     BroadcastOptions,
     ReduceScatterOptions,
 )
-from mpicomm.horovod.reduce_op import TORCH_OPS
+from mpicomm.horovod.submission import Average, Max, Min, Product, Sum
+
+_TORCH_OPS: dict[int, Any] = {
+    Average: dist.ReduceOp.AVG,
+    Sum: dist.ReduceOp.SUM,
+    Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}
+_WORD_BYTES = 8  # of the integers in which bits are exchanged
 
 
 class GroupCalls:
@@ -29,22 +38,22 @@ class GroupCalls:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._reductions = {op: _options(AllreduceOptions, reduceOp=torch_op) for op, torch_op in TORCH_OPS.items()}
+        self._reductions = {op: _options(AllreduceOptions, reduceOp=torch_op) for op, torch_op in _TORCH_OPS.items()}
         self._and = _options(AllreduceOptions, reduceOp=dist.ReduceOp.BAND)
-        self._scatters = {op: _options(ReduceScatterOptions, reduceOp=torch_op) for op, torch_op in TORCH_OPS.items()}
+        self._scatters = {op: _options(ReduceScatterOptions, reduceOp=torch_op) for op, torch_op in _TORCH_OPS.items()}
         self._gather, self._to_all = _options(AllgatherOptions), _options(AllToAllOptions)
         self._broadcasts = [_options(BroadcastOptions, rootRank=root) for root in range(self.size)]
         own_name = torch_internals.own_name
         self._all_gather_single = getattr(group, own_name("all_gather_single"))
         self._all_to_all_single = getattr(group, own_name("all_to_all_single"))
+        self._memory = bytearray()
+        self._words = torch.empty(0, dtype=torch.int64)
+
+    # -- tensors ---------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         """Reduce a tensor in place; `op` is one of Horovod's constants."""
         self.group.allreduce([tensor], self._reductions[op]).wait()
-
-    def bitwise_and(self, tensor: torch.Tensor) -> None:
-        """Reduce a tensor of integers in place, with a bitwise AND."""
-        self.group.allreduce([tensor], self._and).wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy the root's tensor to all ranks, in place."""
@@ -71,6 +80,42 @@ class GroupCalls:
     ) -> None:
         """Send each rank its rows of a tensor, and receive rows from all ranks; by default in equal parts."""
         self._all_to_all_single(output, source, list(output_splits), list(source_splits), self._to_all).wait()
+
+    # -- numbers and text ------------------------------------------------------------------------------------------
+
+    def bitwise_and(self, value: int, num_words: int) -> int:
+        """Return the AND of the values, of 64 * num_words bits, of all ranks."""
+        num_bytes = _WORD_BYTES * num_words
+        if len(self._memory) != num_bytes:
+            self._memory = bytearray(num_bytes)
+            self._words = torch.frombuffer(self._memory, dtype=torch.int64)
+        self._memory[:] = value.to_bytes(num_bytes, "little")
+        self.group.allreduce([self._words], self._and).wait()
+        return int.from_bytes(self._memory, "little")
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return the texts of all ranks."""
+        data = bytearray(text.encode())
+        sizes = self.all_gather_numbers([len(data)])
+        longest = max(size for (size,) in sizes)
+        data.extend(bytes(longest - len(data)))
+        received = torch.empty(len(sizes) * longest, dtype=torch.uint8)
+        self.all_gather(received, torch.frombuffer(data, dtype=torch.uint8))
+        whole = received.numpy().tobytes()
+        return [whole[rank * longest :][:size].decode() for rank, (size,) in enumerate(sizes)]
+
+    def all_gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+        """Return the numbers of all ranks, which are equally many."""
+        received = torch.empty(self.size, len(numbers), dtype=torch.int64)
+        self.all_gather(received.view(-1), torch.tensor(numbers, dtype=torch.int64))
+        return received.tolist()
+
+    def all_to_all_numbers(self, numbers: list[list[int]]) -> list[list[int]]:
+        """Send each rank a list of numbers and return the lists of all ranks, which are equally long."""
+        sent = torch.tensor(numbers, dtype=torch.int64)
+        received = torch.empty_like(sent)
+        self.all_to_all(received, sent)
+        return received.tolist()
 
 
 def _options(kind: type, **fields: Any) -> Any:

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from mpicomm.horovod.submission import ALLREDUCE, BARRIER, JOIN, Signature, Submission, difference
+from mpicomm.horovod.submission import ALLREDUCE, BARRIER, JOIN, Signature, Submission
+from mpicomm.horovod.variables import Variables
 
 _NOTHING_TO_DESCRIBE, _STAYS_OPEN = 1, 2  # flags in the first word, which a rank clears for all
-_FLAG_BITS = 64
+_FLAG_BITS = 64  # the first word has the flags, the following ones a bit for each name in the cache
 _WITH_JOIN = {ALLREDUCE, BARRIER, JOIN}
+_STALLED = "mpicomm: stalled tensors: some ranks have submitted these names, other ranks have not:"
+_STALL_REMEDY = "Submit every name on all ranks of its process set, or call hvd.join() on ranks without further data."
 
 
 class Exchange(Protocol):
@@ -86,7 +90,7 @@ class Negotiation:
         self._exchange, self._rank, self._ranks = exchange, rank, ranks
         self._capacity, self._describe_after = cache_capacity, describe_after
         self._round = 0
-        self._mine: dict[str, Submission] = {}  # the pending submissions of this rank
+        self._pending: dict[str, Submission] = {}  # of this rank
         self._bits = 0  # those among them that are in the cache, by slot
         self._oldest_bit = 0.0  # a time before which none of these was submitted
         self._to_describe: list[Submission] = []
@@ -106,8 +110,15 @@ class Negotiation:
         """
         self._round += 1
         # 1. the bits of this rank
-        for each in new:
-            self._add(each)
+        for submission in new:
+            self._pending[submission.name] = submission
+            slot = self._slot_of.get(submission.name)
+            if slot is None or self._slots[slot].signature != submission.signature:  # type: ignore[union-attr]
+                self._to_describe.append(submission)
+                continue
+            if not self._bits:
+                self._oldest_bit = submission.start
+            self._bits |= 1 << slot
         if self._describe_after and self._bits and time.monotonic() - self._oldest_bit > self._describe_after:
             self._describe_old()
         bits = (1 << len(self._slots)) - 1 if self._rank in self._joined else self._bits
@@ -122,20 +133,10 @@ class Negotiation:
             ready += self._take_announced()
         return ready, not agreed & _STAYS_OPEN
 
-    def _add(self, submission: Submission) -> None:
-        self._mine[submission.name] = submission
-        slot = self._slot_of.get(submission.name)
-        if slot is not None and self._slots[slot].signature == submission.signature:  # type: ignore[union-attr]
-            if not self._bits:
-                self._oldest_bit = submission.start
-            self._bits |= 1 << slot
-        else:
-            self._to_describe.append(submission)
-
     def _describe_old(self) -> None:
         """Describe the pending submissions in the cache, whose ranks other ranks do not know."""
         for slot in _ones(self._bits):
-            self._to_describe.append(self._mine[self._slots[slot].name])  # type: ignore[union-attr]
+            self._to_describe.append(self._pending[self._slots[slot].name])  # type: ignore[union-attr]
         self._bits = 0
 
     # -- the cache -------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class Negotiation:
                 f"{signature.kind} is not supported while ranks {joined} have joined.\n"
                 f"Call hvd.join() on all ranks before it, or use allreduce (sparse_as_dense=True in an optimizer)."
             )
-        return Ready(name, signature, self._mine.pop(name, None), error and f"{name}: {error}")
+        return Ready(name, signature, self._pending.pop(name, None), error and f"{name}: {error}")
 
     def _remember(self, name: str, signature: Signature) -> None:
         if not self._free:
@@ -178,54 +179,62 @@ class Negotiation:
         self._free.append(index)
         if self._bits >> index & 1:
             self._bits &= ~(1 << index)
-            self._to_describe.append(self._mine[name])
+            self._to_describe.append(self._pending[name])
 
     # -- descriptions ----------------------------------------------------------------------------------------------
 
     def _exchange_descriptions(self) -> None:
-        now, mine = time.monotonic(), self._to_describe
+        now = time.monotonic()
+        descriptions = [
+            [submission.name, now - submission.start, submission.is_cacheable, submission.signature.to_json()]
+            for submission in self._to_describe
+        ]
         self._to_describe = []  # `_forget` may add submissions, for the next round
-        texts = self._exchange.all_gather_text(
-            json.dumps([[each.name, now - each.start, each.is_cacheable, each.signature.to_json()] for each in mine])
-        )
-        for rank, text in enumerate(texts):
+        for rank, text in enumerate(self._exchange.all_gather_text(json.dumps(descriptions))):
             for name, waited, is_cacheable, fields in json.loads(text):
-                self._receive(rank, name, now - waited, is_cacheable, Signature.from_json(fields))
-
-    def _receive(self, rank: int, name: str, start: float, is_cacheable: bool, signature: Signature) -> None:
-        if signature.kind == JOIN:
-            self._joined[rank] = None
-            return
-        if name in self._slot_of:
-            self._forget(name)
-        announcement = self.announced.setdefault(name, Announcement(start))
-        announcement.start = min(announcement.start, start)
-        announcement.is_cacheable = is_cacheable
-        announcement.signatures[rank] = signature
+                signature = Signature.from_json(fields)
+                if signature.kind == JOIN:
+                    self._joined[rank] = None
+                    continue
+                if name in self._slot_of:
+                    self._forget(name)
+                announcement = self.announced.setdefault(name, Announcement(now - waited))
+                announcement.start = min(announcement.start, now - waited)
+                announcement.is_cacheable = is_cacheable
+                announcement.signatures[rank] = signature
 
     def missing(self, announcement: Announcement) -> list[int]:
         """Return the ranks in the job that an announced operation waits for."""
-        here = announcement.signatures.keys() | self._joined.keys()
-        return [number for rank, number in enumerate(self._ranks) if rank not in here]
+        present = announcement.signatures.keys() | self._joined.keys()
+        return [rank_in_job for rank, rank_in_job in enumerate(self._ranks) if rank not in present]
 
     def _take_announced(self) -> list[Ready]:
         """Return the operations that all ranks have described."""
         ready = []
-        complete = [name for name, each in self.announced.items() if not self.missing(each)]
+        complete = [name for name, announcement in self.announced.items() if not self.missing(announcement)]
         for name in complete:
             announcement = self.announced.pop(name)
             signature = announcement.signatures[min(announcement.signatures)]
-            error = difference({self._ranks[rank]: each for rank, each in announcement.signatures.items()})
-            if error:
-                error += ".\nPass equal arguments under one name on all ranks."
-            ready.append(self._ready(name, signature, error))
+            ready.append(self._ready(name, signature, self._difference(announcement.signatures)))
             if not ready[-1].error and announcement.is_cacheable and self._capacity:
                 self._remember(name, signature)
         if len(self._joined) == len(self._ranks):
-            last, name = next(reversed(self._joined)), JOIN
+            last = next(reversed(self._joined))
             self._joined.clear()
-            ready.append(Ready(name, Signature(JOIN), self._mine.pop(name), last_joined=last))
+            ready.append(Ready(JOIN, Signature(JOIN), self._pending.pop(JOIN), last_joined=last))
         return ready
+
+    def _difference(self, signatures: dict[int, Signature]) -> str:
+        """Return how the arguments of the ranks differ; empty if they are equal."""
+        first, *others = sorted(signatures)
+        for rank in others:
+            if signatures[rank] != signatures[first]:
+                difference, *values = signatures[first].difference(signatures[rank])
+                return (
+                    f"{difference}: rank {self._ranks[first]} has {values[0]}, rank {self._ranks[rank]} has "
+                    f"{values[1]}.\nPass equal arguments under one name on all ranks."
+                )
+        return ""
 
 
 def _ones(bits: int) -> Iterator[int]:
@@ -234,3 +243,50 @@ def _ones(bits: int) -> Iterator[int]:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
         bits ^= lowest
+
+
+class StallCheck:
+    """Checks after each round how long names have waited. All ranks hold the same names, so one rank reports them."""
+
+    def __init__(self, negotiation: Negotiation, variables: Variables, *, is_reporter: bool) -> None:
+        self._negotiation, self._is_reporter = negotiation, is_reporter
+        self._is_enabled = variables.stall_check_seconds > 0
+        # A round may be as late as the next heartbeat, and the report must not be.
+        self._report_after = variables.stall_check_seconds - variables.heartbeat_seconds
+        self._shutdown_after = variables.stall_shutdown_seconds
+        self._reported: dict[str, float] = {}
+
+    def run(self) -> str:
+        """Report the names that have waited for longer than the limit.
+
+        Returns:
+            The reason to shut down if a name has waited for HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, otherwise "".
+        """
+        if not self._is_enabled:
+            return ""
+        announced, now = self._negotiation.announced, time.monotonic()
+        self._reported = {name: reported for name, reported in self._reported.items() if name in announced}
+        lines = []
+        for name, announcement in announced.items():
+            if now - max(announcement.start, self._reported.get(name, 0.0)) >= self._report_after:
+                self._reported[name] = now
+                lines.append(
+                    f"  {name}: waiting {now - announcement.start:.1f} s for ranks {self._missing(announcement)}"
+                )
+        if lines and self._is_reporter:
+            _write("\n".join([_STALLED, *lines, _STALL_REMEDY]))
+        for name, announcement in announced.items():
+            waited = now - announcement.start
+            if self._shutdown_after and waited >= self._shutdown_after:
+                return (
+                    f"{name} waited {waited:.0f} s for ranks {self._missing(announcement)}.\n"
+                    f"Submit it on all ranks, or raise HOROVOD_STALL_SHUTDOWN_TIME_SECONDS."
+                )
+        return ""
+
+    def _missing(self, announcement: Announcement) -> str:
+        return ", ".join(map(str, self._negotiation.missing(announcement)))
+
+
+def _write(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -7,18 +7,18 @@ import contextlib
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from mpicomm.arguments import POSITIVE
+from mpicomm import arguments
 from mpicomm.horovod import context
-from mpicomm.horovod.compression import Compression
 from mpicomm.horovod.functions import broadcast_object
 from mpicomm.horovod.process_sets import ProcessSet, global_process_set
-from mpicomm.horovod.reduce_op import Adasum, Average
+from mpicomm.horovod.submission import Adasum, Average
 from mpicomm.horovod.tensor_operations import (
+    Compression,
     allreduce_async_,
     grouped_allreduce_async_,
     sparse_allreduce_async,
@@ -76,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor requires op=hvd.Average.\nRemove one of the two arguments.")
-    POSITIVE.check(backward_passes_per_step, "backward_passes_per_step")
+    arguments.POSITIVE.check(backward_passes_per_step, "backward_passes_per_step")
     if num_groups:
         warnings.warn("num_groups is deprecated in Horovod.\nUse groups.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
@@ -85,27 +85,19 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     is_adasum = op == Adasum and context.size() > 1
     if is_adasum and process_set != global_process_set:
         raise NotImplementedError("op=hvd.Adasum does not support a process_set.\nRemove process_set.")
-    names = _parameter_names(optimizer, named_parameters)
     settings = _Settings(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
-    if is_adasum:
-        reducer = _GradientReducer(names, settings, backward_passes_per_step, starts_in_backward=False)
-    else:
-        reducer = _GradientReducer(names, settings, backward_passes_per_step)
-        if groups is not None:
-            reducer.set_buckets(_buckets(names, groups, process_set))
+    names = _parameter_names(optimizer, named_parameters)
+    reducer = _GradientReducer(names, settings, backward_passes_per_step, starts_in_backward=not is_adasum)
+    if groups is not None and not is_adasum:
+        reducer.set_buckets(_buckets(names, groups, process_set))
     base = _AdasumOptimizer if is_adasum else _ReducingOptimizer
-    return _rewrapped(optimizer, base, reducer)
-
-
-def _rewrapped(optimizer: torch.optim.Optimizer, base: type[_ReducingOptimizer], reducer: _GradientReducer) -> Any:
-    """Return an optimizer that shares the parameter groups and the state of another one."""
     own_class = type(optimizer)
     wrapped: Any = object.__new__(type(own_class.__name__, (base, own_class), {"__module__": __name__}))
     # A learning-rate scheduler of the optimizer has replaced `step` on the instance by one that is bound to it.
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     wrapped._reducer = reducer
     wrapped._should_synchronize = True
-    if reducer.settings.process_set.included() and context.size() > 1:
+    if process_set.included() and context.size() > 1:
         reducer.register_hooks()
     return wrapped
 
@@ -121,12 +113,9 @@ def _parameter_names(
     Raises:
         ValueError: If a parameter has no name, or one that is not unique.
     """
+    default_names = _default_names(optimizer)
     if named_parameters is None:
-        return {
-            parameter: _default_name(group_index, index)
-            for group_index, group in enumerate(optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
-        }
+        return default_names
     named = list(named_parameters)
     if not all(isinstance(pair, tuple) for pair in named):
         raise ValueError("named_parameters must be pairs of a name and a parameter.\nPass model.named_parameters().")
@@ -138,9 +127,8 @@ def _parameter_names(
         )
     names = {parameter: name for name, parameter in named}
     unnamed = [
-        f"{_default_name(group_index, index)} of shape {tuple(parameter.shape)}"
-        for group_index, group in enumerate(optimizer.param_groups)
-        for index, parameter in enumerate(group["params"])
+        f"{name} of shape {tuple(parameter.shape)}"
+        for parameter, name in default_names.items()
         if parameter not in names
     ]
     if unnamed:
@@ -151,8 +139,12 @@ def _parameter_names(
     return names
 
 
-def _default_name(group: int, index: int) -> str:
-    return f"allreduce.noname.{group}.{index}"
+def _default_names(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    return {
+        parameter: f"allreduce.noname.{group_index}.{index}"
+        for group_index, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+    }
 
 
 def _buckets(
@@ -163,43 +155,39 @@ def _buckets(
     Raises:
         ValueError: If `groups` is neither a positive integer nor lists of different parameters.
     """
-    _check_groups(groups)
+    _GROUPS.check(groups, "groups")
     trained = {name: parameter for parameter, name in names.items() if parameter.requires_grad}
-    if not isinstance(groups, list):
-        if process_set.included():  # the order of the names may differ between ranks
-            order = broadcast_object(list(trained), _first_rank(process_set), "optimizer.groups", process_set)
-            trained = {name: trained[name] for name in order}
-        return _split(list(trained.values()), groups)
-    listed = [tuple(each for each in group if each.requires_grad) for group in groups]
-    in_groups = {parameter for group in listed for parameter in group}
-    single = [(parameter,) for parameter in trained.values() if parameter not in in_groups]
-    return [group for group in listed if group] + single
-
-
-def _first_rank(process_set: ProcessSet) -> int:
-    return process_set.ranks[0] if process_set.ranks else 0
-
-
-def _check_groups(groups: Any) -> None:
-    if not isinstance(groups, list):
-        if not isinstance(groups, int) or groups <= 0:
-            raise ValueError(
-                f"groups must be a positive integer or a list of lists of parameters, got {groups!r}.\n"
-                f"Pass the number of groups, or None."
-            )
-        return
-    parameters = [each for group in groups for each in group]
-    if not all(isinstance(each, torch.Tensor) for each in parameters):
-        raise ValueError("groups must be lists of parameters.\nPass lists of tensors of the optimizer.")
-    if len({id(each) for each in parameters}) < len(parameters):
-        raise ValueError("groups must not contain a parameter twice.\nRemove it from all groups but one.")
-
-
-def _split(parameters: Sequence[torch.Tensor], count: int) -> list[Bucket]:
-    """Split a list into parts whose lengths differ by at most one."""
-    count = min(count, len(parameters))
+    if isinstance(groups, list):
+        in_groups = [parameter for group in groups for parameter in group]
+        if len(set(in_groups)) < len(in_groups):
+            raise ValueError("groups must not contain a parameter twice.\nRemove it from all groups but one.")
+        listed = [tuple(parameter for parameter in group if parameter.requires_grad) for group in groups]
+        single = [(parameter,) for parameter in trained.values() if parameter not in set(in_groups)]
+        return [bucket for bucket in listed if bucket] + single
+    if process_set.included():  # the order of the names may differ between ranks
+        first_rank = process_set.ranks[0] if process_set.ranks else 0
+        order = broadcast_object(list(trained), first_rank, "optimizer.groups", process_set)
+        trained = {name: trained[name] for name in order}
+    # parts whose lengths differ by at most one
+    parameters = list(trained.values())
+    count = min(groups, len(parameters))
     edges = [len(parameters) * index // count for index in range(count + 1)] if count else []
     return [tuple(parameters[start:end]) for start, end in itertools.pairwise(edges)]
+
+
+def _are_groups(groups: Any) -> bool:
+    if isinstance(groups, list):
+        return all(isinstance(parameter, torch.Tensor) for group in groups for parameter in group)
+    return isinstance(groups, int) and groups > 0
+
+
+_GROUPS = arguments.Expected(
+    "groups",
+    lambda _: True,  # Horovod raises a ValueError for other types, too
+    "a positive integer or a list of lists of parameters",
+    _are_groups,
+    "Pass the number of groups, lists of parameters of the optimizer, or None.",
+)
 
 
 # -- the reduction of gradients ----------------------------------------------------------------------------------------
@@ -227,7 +215,7 @@ class _GradientReducer:
     """Counts the backward passes of every parameter, and reduces the gradients of a bucket after the last one."""
 
     def __init__(
-        self, names: dict[torch.Tensor, str], settings: _Settings, passes: int, *, starts_in_backward: bool = True
+        self, names: dict[torch.Tensor, str], settings: _Settings, passes: int, *, starts_in_backward: bool
     ) -> None:
         self.names = names
         self.settings = settings
@@ -322,46 +310,28 @@ class _GradientReducer:
         for parameter in bucket:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        if len(bucket) == 1:
-            self._started[bucket] = self._start_one(bucket[0])
-        else:
-            self._started[bucket] = self._start_group(bucket)
-
-    def _start_one(self, parameter: torch.Tensor) -> Callable[[], None]:
-        settings, name = self.settings, self.names[parameter]
-        gradient = _gradient(parameter)
-        if gradient.is_sparse and not settings.sparse_as_dense:
-            reduced = sparse_allreduce_async(gradient, name=name, op=settings.op, process_set=settings.process_set)
-            return lambda: setattr(parameter, "grad", reduced())
-        compressed, ctx = settings.compression.compress(gradient.to_dense() if gradient.is_sparse else gradient)
-        handle = allreduce_async_(
-            compressed, name=name, op=settings.op, process_set=settings.process_set, **settings.scales
-        )
-        return lambda: self._store(parameter, synchronize(handle), ctx)
-
-    def _start_group(self, bucket: Bucket) -> Callable[[], None]:
-        settings = self.settings
+        settings, name = self.settings, self.names[bucket[0]]
         gradients = [_gradient(parameter) for parameter in bucket]
         if any(gradient.is_sparse for gradient in gradients) and not settings.sparse_as_dense:
-            raise ValueError(
-                f"groups does not support sparse gradients, such as that of {self.names[bucket[0]]}.\n"
-                f"Pass sparse_as_dense=True, or no groups."
-            )
+            if len(bucket) > 1:
+                raise ValueError(
+                    f"groups does not support sparse gradients, such as that of {name}.\n"
+                    f"Pass sparse_as_dense=True, or no groups."
+                )
+            reduced = sparse_allreduce_async(gradients[0], name=name, op=settings.op, process_set=settings.process_set)
+            self._started[bucket] = lambda: setattr(bucket[0], "grad", reduced())
+            return
         dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
-        compressed, contexts = zip(*(settings.compression.compress(each) for each in dense), strict=True)
+        compressed, contexts = zip(*(settings.compression.compress(gradient) for gradient in dense), strict=True)
         handle = grouped_allreduce_async_(
-            list(compressed),
-            name=self.names[bucket[0]],
-            op=settings.op,
-            process_set=settings.process_set,
-            **settings.scales,
+            compressed, name=name, op=settings.op, process_set=settings.process_set, **settings.scales
         )
 
         def complete() -> None:
             for parameter, reduced, ctx in zip(bucket, synchronize(handle), contexts, strict=True):
                 self._store(parameter, reduced, ctx)
 
-        return complete
+        self._started[bucket] = complete
 
     def _store(self, parameter: torch.Tensor, reduced: torch.Tensor, ctx: Any) -> None:
         """Make a reduced tensor the gradient of a parameter; without compression it is that already."""
@@ -461,9 +431,9 @@ class _ReducingOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, whose gradients are reduced under their positions as names."""
         super().add_param_group(param_group)
-        last = len(self.param_groups) - 1
-        for index, parameter in enumerate(self.param_groups[last]["params"]):
-            self._reducer.add(parameter, _default_name(last, index))
+        names = _default_names(self)
+        for parameter in self.param_groups[-1]["params"]:
+            self._reducer.add(parameter, names[parameter])
 
 
 class _AdasumOptimizer(_ReducingOptimizer):
@@ -482,7 +452,9 @@ class _AdasumOptimizer(_ReducingOptimizer):
     def step(self, closure: Any = None) -> Any:
         """Take a step, and combine the changes of all ranks (collective)."""
         settings = self._reducer.settings
-        parameters = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
+        parameters = [
+            parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad
+        ]
         before = [parameter.detach().clone() for parameter in parameters]
         loss = super(_ReducingOptimizer, self).step(closure)
         self._reducer.reset()

@@ -12,47 +12,49 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
+import torch.distributed as dist
+
+from mpicomm.backend import torch_internals
 from mpicomm.backend.gpus import ThreadDevice
 from mpicomm.backend.worker_thread import WakeTimer
+from mpicomm.collective_ops.group_argument import timeout_of_job
 from mpicomm.horovod.data_operations import DataOperations
-from mpicomm.horovod.exceptions import SHUT_DOWN, HorovodInternalError
 from mpicomm.horovod.group_calls import GroupCalls
-from mpicomm.horovod.group_exchange import GroupExchange
-from mpicomm.horovod.negotiation import Negotiation, Ready
-from mpicomm.horovod.stalls import StallCheck
-from mpicomm.horovod.submission import JOIN, Submission
+from mpicomm.horovod.negotiation import Negotiation, Ready, StallCheck
+from mpicomm.horovod.submission import BARRIER, JOIN, HorovodInternalError, Signature, Submission
 from mpicomm.horovod.timeline_file import HorovodTimeline
 from mpicomm.horovod.variables import Variables
 
 _NOW_NS = 1
 _MS = 10**6  # nanoseconds
+_SHUT_DOWN = (
+    "Horovod has been shut down on this rank or another one, before the operation completed.\n"
+    "Complete all operations on all ranks before hvd.shutdown(); hvd.init() starts Horovod again."
+)
 
 
 class ProcessSetEngine:
     """Matches and runs the submissions of one process set."""
 
-    def __init__(
-        self, name: str, group: Any, rank: int, ranks: Sequence[int], variables: Variables, timeline: HorovodTimeline
-    ) -> None:
-        """Start the engine's thread.
+    def __init__(self, name: str, ranks: Sequence[int], variables: Variables, timeline: HorovodTimeline) -> None:
+        """Create a group that only this engine uses, and start the engine's thread (collective over the ranks).
 
         Args:
-            group: A group of the set's ranks that only this engine uses.
-            rank: This rank in the set.
+            name: The name of the group, which no other group has had in this world.
             ranks: The ranks of the set in the job.
         """
+        self.ranks = ranks
+        self._group = torch_internals.make_group(ranks, name, timeout_of_job())
         self._cycle_seconds, self._heartbeat_seconds = variables.cycle_seconds, variables.heartbeat_seconds
         self._cycle_ns = max(_NOW_NS, int(1e9 * variables.cycle_seconds))
         self._timeline = timeline
-        calls = GroupCalls(group)
-        exchange = GroupExchange(calls)
+        calls = GroupCalls(self._group)
         self._negotiation = Negotiation(
-            exchange, rank, ranks, variables.cache_capacity, variables.stall_check_seconds / 2
+            calls, calls.rank, ranks, variables.cache_capacity, variables.stall_check_seconds / 2
         )
-        self._stall_check = StallCheck(self._negotiation, variables, is_reporter=rank == 0)
-        self._operations = DataOperations(calls, exchange, variables.fusion_threshold)
+        self._stall_check = StallCheck(self._negotiation, variables, is_reporter=calls.rank == 0)
+        self._operations = DataOperations(calls, variables.fusion_threshold)
         self._driver = threading.Lock()  # held by the thread that runs a cycle
         self._lock = threading.Lock()  # guards the following
         self._pending: dict[str, Submission] = {}
@@ -61,12 +63,12 @@ class ProcessSetEngine:
         self._counts: dict[str, int] = {}  # of operations without a name, by kind, since the last join
         self._num_joins = 0
         self._is_closing = False
-        self._reason = SHUT_DOWN
+        self._reason = _SHUT_DOWN
         self._closed: BaseException | None = None  # why operations can no longer complete
         self._gpu = ThreadDevice()
         self._timer = WakeTimer()
         self._sleep()
-        self._thread = threading.Thread(target=self._run, name=f"mpicomm-horovod-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"mpicomm-{name}", daemon=True)
         self._thread.start()
 
     def next_name(self, kind: str) -> str:
@@ -87,16 +89,18 @@ class ProcessSetEngine:
         """
         name = submission.name
         submission.engine = self
-        self._gpu.note()
+        if submission.events or submission.signature.kind == JOIN:  # a rank that has joined allocates zeros
+            self._gpu.note()
         with self._lock:
             if self._closed is not None:
-                raise HorovodInternalError(SHUT_DOWN) from self._closed
+                raise HorovodInternalError(_SHUT_DOWN) from self._closed
             if name in self._pending:
                 raise ValueError(
                     f"{name} was submitted while an operation of this name is pending.\n"
                     f"Call hvd.synchronize() on the first one before, or use another name."
                 )
-            self._timeline.start_negotiation(submission)
+            if self._timeline.is_open:
+                self._timeline.start_negotiation(submission)
             if not self._pending and not self._num_waiting:
                 self._timer.set(self._cycle_ns)
             self._pending[name] = submission
@@ -104,9 +108,17 @@ class ProcessSetEngine:
         return submission
 
     def wait(self, submission: Submission) -> None:
-        """Return when an operation is complete; this thread runs cycles meanwhile."""
-        if submission.is_done:
-            return
+        """Return when an operation is complete; this thread runs cycles meanwhile.
+
+        Raises:
+            HorovodInternalError: If the operation has failed.
+        """
+        if not submission.is_done:
+            self._cycle_until_done(submission)
+        if submission.error is not None:
+            raise submission.error
+
+    def _cycle_until_done(self, submission: Submission) -> None:
         with self._lock:
             self._num_waiting += 1
         try:
@@ -121,6 +133,10 @@ class ProcessSetEngine:
                 if not self._num_waiting:
                     self._sleep()
 
+    def run_barrier(self, name: str) -> None:
+        """Wait until all ranks of the process set have called this with the same name (collective)."""
+        self.wait(self.submit(Submission(name, Signature(BARRIER), is_cacheable=False)))
+
     def close(self) -> None:
         """Shut the process set down on all its ranks: pending operations fail (collective)."""
         self._is_closing = True
@@ -132,6 +148,8 @@ class ProcessSetEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
             self._timer.close()
+        if torch_internals.is_alive(self._group):
+            dist.destroy_process_group(self._group)
 
     # -- cycles ----------------------------------------------------------------------------------------------------
 
@@ -140,11 +158,12 @@ class ProcessSetEngine:
         with self._lock:
             new, self._new = self._new, []
         try:
-            self._timeline.mark_cycle()
+            if self._timeline.is_open:
+                self._timeline.mark_cycle()
             ready, is_closing = self._negotiation.run_round(new, is_closing=self._is_closing)
             if ready:
                 self._complete(ready)
-            if reason := self._stall_check.run():
+            if self._negotiation.announced and (reason := self._stall_check.run()):
                 self._is_closing, self._reason = True, reason
         except BaseException as error:
             self._fail(error)
@@ -156,15 +175,17 @@ class ProcessSetEngine:
         return bool(ready) or self._closed is not None
 
     def _complete(self, ready: list[Ready]) -> None:
-        self._timeline.end_negotiation(ready)
+        if self._timeline.is_open:
+            self._timeline.end_negotiation(ready)
         with self._lock:
-            for each in ready:
-                self._pending.pop(each.name, None)
-                if each.signature.kind == JOIN:
+            for item in ready:
+                self._pending.pop(item.name, None)
+                if item.signature.kind == JOIN:
                     self._num_joins += 1
                     self._counts.clear()
         self._operations.run(ready)
-        self._timeline.end_operations(ready)
+        if self._timeline.is_open:
+            self._timeline.end_operations(ready)
 
     def _fail(self, error: BaseException) -> None:
         """Fail all operations, now and in future."""
@@ -172,10 +193,10 @@ class ProcessSetEngine:
             self._closed = error
             pending = list(self._pending.values())
             self._pending.clear()
-        for each in pending:
-            failure = HorovodInternalError(f"{each.name}: {error}")
+        for submission in pending:
+            failure = HorovodInternalError(f"{submission.name}: {error}")
             failure.__cause__ = error
-            each.finish(error=failure)
+            submission.finish(error=failure)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 

@@ -6,18 +6,18 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from mpicomm import arguments, session
-from mpicomm.backend import torch_internals
-from mpicomm.collective_ops.group_argument import timeout_of_job
-from mpicomm.horovod.exceptions import NOT_INITIALIZED
 from mpicomm.horovod.process_set_engine import ProcessSetEngine
-from mpicomm.horovod.submission import BARRIER, Signature, Submission
 from mpicomm.horovod.timeline_file import HorovodTimeline
-from mpicomm.horovod.variables import Variables
+from mpicomm.horovod.variables import Variables, is_set
 
-_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+_RANKS = arguments.Expected(
+    "ranks or an mpi4py communicator",
+    lambda _: True,  # Horovod raises a ValueError for other types, too
+    is_within=lambda ranks: isinstance(ranks, list) and all(type(rank) is int for rank in ranks),
+    remedy="Pass a list of ranks.",
+)
 
 
 class ProcessSet:
@@ -45,16 +45,8 @@ class ProcessSet:
         if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
             return
-        if not isinstance(ranks_or_comm, Iterable):
-            raise ValueError(
-                f"ProcessSet: expected ranks or an mpi4py communicator, got {arguments.shown(ranks_or_comm)}.\n"
-                f"Pass a list of ranks."
-            )
-        ranks = list(ranks_or_comm)
-        if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in ranks):
-            raise ValueError(
-                f"ProcessSet: ranks must be integers, got {arguments.shown(ranks)}.\nPass a list of ranks."
-            )
+        ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else ranks_or_comm
+        _RANKS.check(ranks, "ranks_or_comm", "ProcessSet")
         self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
@@ -69,17 +61,17 @@ class ProcessSet:
         """
         if self.process_set_id is None or self.ranks is None:
             return None
-        mine = _registry.rank
-        if mine not in self.ranks:
+        rank = registry.rank
+        if rank not in self.ranks:
             raise ValueError(
-                f"rank {mine} is not in the process set of ranks {self.ranks}.\n"
+                f"rank {rank} is not in the process set of ranks {self.ranks}.\n"
                 f"Call rank() only where process_set.included() is true."
             )
-        return self.ranks.index(mine)
+        return self.ranks.index(rank)
 
     def included(self) -> bool | None:
         """Return whether this rank is in the set; None if its ranks are unknown."""
-        return None if self.ranks is None else _registry.rank in self.ranks
+        return None if self.ranks is None else registry.rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -89,21 +81,30 @@ global_process_set = ProcessSet([])
 
 
 class _Registry:
-    """The registered process sets of this process, and their engines."""
+    """The registered process sets of this process."""
 
     def __init__(self) -> None:
         self.sets: dict[int, ProcessSet] = {}
-        self.engines: dict[int, ProcessSetEngine] = {}  # of the sets that contain this rank
-        self._groups: dict[int, Any] = {}
+        self.engines: dict[int | None, ProcessSetEngine] = {}  # of the sets that contain this rank
+        self.timeline = HorovodTimeline()
+        self._variables = Variables()
+        self._rank = 0
         self._num_registered = 0  # in the current world
         self._recoveries = 0
-        self.timeline = HorovodTimeline()
-        self._rank = 0
 
     @property
     def is_open(self) -> bool:
         """Whether the global process set is registered."""
         return bool(self.sets)
+
+    def check_open(self) -> None:
+        """Check that Horovod is initialized.
+
+        Raises:
+            ValueError: If it is not.
+        """
+        if not self.sets:
+            raise ValueError("Horovod has not been initialized; use hvd.init().")
 
     @property
     def rank(self) -> int:
@@ -112,8 +113,7 @@ class _Registry:
         Raises:
             ValueError: If Horovod is not initialized.
         """
-        if not self.is_open:
-            raise ValueError(NOT_INITIALIZED)
+        self.check_open()
         return self._rank
 
     def open(self, process_sets: Sequence[ProcessSet]) -> None:
@@ -122,121 +122,95 @@ class _Registry:
         self._rank = world.rank
         if world.recoveries != self._recoveries:
             self._recoveries, self._num_registered = world.recoveries, 0
-        variables = Variables.from_environ(os.environ)
-        if variables.timeline and world.rank == 0:
-            self.timeline.start(variables.timeline, marks_cycles=variables.marks_cycles)
-        global_process_set.ranks = list(range(world.size))
-        self._register(global_process_set)
-        for index, each in enumerate(process_sets):
-            if not self.add(each):
+        self._variables = Variables.from_environ(os.environ)
+        if self._variables.timeline and world.rank == 0:
+            self.timeline.start(self._variables.timeline, marks_cycles=self._variables.marks_cycles)
+        self._register(global_process_set, list(range(world.size)))
+        for index, process_set in enumerate(process_sets):
+            if not self.add(process_set):
                 raise ValueError(
-                    f"init: process_sets[{index}] has the ranks of an earlier set: {each}.\nPass each set once."
+                    f"init: process_sets[{index}] has the ranks of an earlier set: {process_set}.\nPass each set once."
                 )
 
     def add(self, process_set: ProcessSet) -> bool:
         """Register a set (collective over all ranks). Returns False if there is one with these ranks."""
-        ranks = self._ranks_of(process_set)
-        if any(each.ranks == ranks for each in self.sets.values()):
+        ranks = _ranks_of(process_set)
+        if any(registered.ranks == ranks for registered in self.sets.values()):
             return False
         # The name contains the ranks: ranks that add different sets are reported as a stall.
-        self._synchronize(f"add_process_set.{'_'.join(map(str, ranks))}")
-        process_set.ranks = ranks
-        self._register(process_set)
+        self.engines[0].run_barrier(f"add_process_set.{'_'.join(map(str, ranks))}")
+        self._register(process_set, ranks)
         return True
 
     def remove(self, process_set: ProcessSet) -> None:
         """Remove a registered set (collective over all ranks)."""
         number = process_set.process_set_id
         assert number is not None  # the caller has checked it
-        self._synchronize(f"remove_process_set.{number}")
-        process_set.process_set_id = None
-        del self.sets[number]
-        if number in self.engines:
-            self._close(number)
+        self.engines[0].run_barrier(f"remove_process_set.{number}")
+        self._close(number)
 
     def close(self) -> None:
         """Shut all sets down (collective)."""
-        for number in sorted(self.engines, reverse=True):  # the global set last
+        for number in sorted(self.sets, reverse=True):  # the global set last
             self._close(number)
-        for each in self.sets.values():
-            each.process_set_id = None
-        self.sets.clear()
         self.timeline.stop()
 
     def _close(self, number: int) -> None:
-        self.engines.pop(number).close()
-        group = self._groups.pop(number)
-        if torch_internals.is_alive(group):
-            dist.destroy_process_group(group)
+        self.sets.pop(number).process_set_id = None
+        if number in self.engines:
+            self.engines.pop(number).close()
 
-    def _register(self, process_set: ProcessSet) -> None:
-        number = 0 if process_set is global_process_set else self._num_registered
+    def _register(self, process_set: ProcessSet, ranks: list[int]) -> None:
         # Names of groups are not used twice in a world, also after a shutdown. They are equal on its ranks, although
         # some may have joined in a recovery.
         name = f"horovod:{self._recoveries}:{self._num_registered}"
+        number = 0 if process_set is global_process_set else self._num_registered
         self._num_registered += 1
-        process_set.process_set_id = number
+        process_set.ranks, process_set.process_set_id = ranks, number
         self.sets[number] = process_set
-        ranks = process_set.ranks
-        assert ranks is not None  # `add` and `open` have set them
-        if self._rank not in ranks:
-            return
-        group = torch_internals.make_group(ranks, name, timeout_of_job())
-        self._groups[number] = group
-        self.engines[number] = ProcessSetEngine(
-            str(number), group, ranks.index(self._rank), ranks, Variables.from_environ(os.environ), self.timeline
+        if self._rank in ranks:
+            self.engines[number] = ProcessSetEngine(name, ranks, self._variables, self.timeline)
+
+
+registry = _Registry()
+
+
+def _ranks_of(process_set: ProcessSet) -> list[int]:
+    """Return the ranks in the job of a set that is to be registered."""
+    world = session.current_world()
+    ranks = process_set.ranks
+    if ranks is None:
+        base, group = world.comm.Get_group(), process_set.mpi_comm.Get_group()  # type: ignore[union-attr]
+        ranks = sorted(group.Translate_ranks(None, base))
+        base.Free()
+        group.Free()
+    if len(set(ranks)) != len(ranks) or not all(0 <= rank < world.size for rank in ranks):
+        raise ValueError(
+            f"process set: ranks must be different ranks from 0 to {world.size - 1}, got {ranks}.\nPass each rank once."
         )
-
-    def _synchronize(self, name: str) -> None:
-        engine = self.engines[0]
-        barrier = Submission(name, Signature(BARRIER), is_cacheable=False)
-        engine.wait(engine.submit(barrier))
-        if barrier.error is not None:
-            raise barrier.error
-
-    def _ranks_of(self, process_set: ProcessSet) -> list[int]:
-        size = session.current_world().size
-        if process_set.ranks is not None:
-            ranks = process_set.ranks
-        else:
-            base, here = session.current_world().comm.Get_group(), process_set.mpi_comm.Get_group()  # type: ignore[union-attr]
-            try:
-                ranks = sorted(here.Translate_ranks(None, base))
-            finally:
-                base.Free()
-                here.Free()
-        if len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
-            raise ValueError(
-                f"process set: ranks must be different ranks from 0 to {size - 1}, got {ranks}.\nPass each rank once."
-            )
-        return ranks
+    return ranks
 
 
-_registry = _Registry()
-
-
-def registry() -> Any:
-    """Return the registered process sets of this process."""
-    return _registry
-
-
-def engine_of(process_set: ProcessSet, what: str) -> ProcessSetEngine:
+def engine_of(process_set: ProcessSet, function: str) -> ProcessSetEngine:
     """Return the engine of a set.
+
+    Args:
+        function: The name of the public function, for the message.
 
     Raises:
         ValueError: If Horovod is not initialized, the set is not registered, or this rank is not in the set.
     """
-    number = process_set.process_set_id
-    engine = None if number is None else _registry.engines.get(number)
+    engine = registry.engines.get(process_set.process_set_id)
     if engine is not None:
         return engine
-    mine = _registry.rank  # raises an error if Horovod is not initialized
-    if number is None or number not in _registry.sets:
+    registry.check_open()
+    if process_set.process_set_id is None:
         raise ValueError(
-            f"{what}: the process set is not registered: {process_set}.\nCall hvd.add_process_set() on all ranks first."
+            f"{function}: the process set is not registered: {process_set}.\n"
+            f"Call hvd.add_process_set() on all ranks first."
         )
     raise ValueError(
-        f"{what}: rank {mine} is not a member of the process set of ranks {process_set.ranks}.\n"
+        f"{function}: rank {registry.rank} is not a member of the process set of ranks {process_set.ranks}.\n"
         f"Call it only where process_set.included() is true."
     )
 
@@ -258,7 +232,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     _check_dynamic("add_process_set")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    if not _registry.add(process_set):
+    if not registry.add(process_set):
         raise ValueError(
             f"add_process_set: a process set of ranks {process_set.ranks} is already registered.\n"
             f"Use the registered set, or remove it first by hvd.remove_process_set()."
@@ -282,15 +256,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set.process_set_id in (None, 0):
         return False
     _check_dynamic("remove_process_set")
-    _registry.remove(process_set)
+    registry.remove(process_set)
     return True
 
 
-def _check_dynamic(what: str) -> None:
-    if not _registry.is_open:
-        raise ValueError(NOT_INITIALIZED)
-    if os.environ.get(_DYNAMIC, "") in ("", "0"):
+def _check_dynamic(function: str) -> None:
+    registry.check_open()
+    if not is_set(os.environ, DYNAMIC):
         raise ValueError(
-            f"{what}: process sets are fixed at hvd.init().\n"
-            f"Set {_DYNAMIC}=1, or call hvd.init(process_sets='dynamic') on all ranks."
+            f"{function}: process sets are fixed at hvd.init().\n"
+            f"Set {DYNAMIC}=1, or call hvd.init(process_sets='dynamic') on all ranks."
         )

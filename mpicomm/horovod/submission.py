@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from mpicomm.horovod.gpu_order import Events
-from mpicomm.horovod.reduce_op import NAMES, Sum
+from mpicomm.errors import MpicommError
 
 ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL = "allreduce", "allgather", "broadcast", "alltoall"
 REDUCESCATTER, BARRIER, JOIN = "reducescatter", "barrier", "join"
 
+Average, Sum, Adasum, Min, Max, Product = range(6)  # Horovod's own numbers: programs store them
+OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+
 ANY_ROWS = -1
 """The first dimension, in `Layout.shape`, of a tensor whose number of rows may differ between ranks and calls."""
+
+
+class HorovodInternalError(MpicommError):
+    """A collective operation failed: its arguments differ between ranks, or the ranks can no longer communicate."""
 
 
 class Layout(NamedTuple):
@@ -41,16 +47,44 @@ class Signature(NamedTuple):
 
     def to_json(self) -> list[Any]:
         """Return the arguments as JSON can represent them."""
-        layouts = [[str(each.dtype).removeprefix("torch."), list(each.shape), each.device] for each in self.layouts]
+        layouts = [
+            [str(layout.dtype).removeprefix("torch."), list(layout.shape), layout.device] for layout in self.layouts
+        ]
         return [self.kind, layouts, *self[2:]]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Signature:
         """Return the arguments that `to_json` represented."""
-        kind, layouts, *rest = fields
-        return cls(
-            kind, tuple(Layout(getattr(torch, name), tuple(shape), device) for name, shape, device in layouts), *rest
-        )
+        kind, layouts, *others = fields
+        layouts = [Layout(getattr(torch, dtype), tuple(shape), device) for dtype, shape, device in layouts]
+        return cls(kind, tuple(layouts), *others)
+
+    def difference(self, other: Signature) -> tuple[str, Any, Any]:
+        """Return the first property that differs from that of another rank, and its two values."""
+        pairs: list[tuple[str, Any, Any]] = [
+            ("the operations differ", self.kind, other.kind),
+            ("the numbers of tensors differ", len(self.layouts), len(other.layouts)),
+        ]
+        for own, its in zip(self.layouts, other.layouts, strict=False):
+            pairs += [
+                ("the data types differ", own.dtype, its.dtype),
+                ("the tensor shapes differ", _shown(own.shape), _shown(its.shape)),
+                ("the devices differ", own.device, its.device),
+            ]
+        pairs += [
+            ("the reduction operations differ", OP_NAMES[self.op], OP_NAMES[other.op]),
+            ("the root ranks differ", self.root, other.root),
+            (
+                "the prescale and postscale factors differ",
+                (self.prescale, self.postscale),
+                (other.prescale, other.postscale),
+            ),
+        ]
+        return next(pair for pair in pairs if pair[1] != pair[2])
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return "(" + ", ".join("any" if length == ANY_ROWS else str(length) for length in shape) + ")"
 
 
 class Submission:
@@ -62,6 +96,7 @@ class Submission:
         "events",
         "is_cacheable",
         "is_done",
+        "is_grouped",
         "name",
         "outputs",
         "result",
@@ -79,16 +114,18 @@ class Submission:
         outputs: Sequence[torch.Tensor] = (),
         splits: torch.Tensor | None = None,
         *,
+        is_grouped: bool = False,
         is_cacheable: bool = True,
     ) -> None:
-        self.name, self.signature, self.splits, self.is_cacheable = name, signature, splits, is_cacheable
+        self.name, self.signature, self.splits = name, signature, splits
+        self.is_grouped, self.is_cacheable = is_grouped, is_cacheable
         self.tensors: Sequence[torch.Tensor] = tensors
         self.outputs: Sequence[torch.Tensor] = outputs
         self.engine: Any = None
         self.result: Any = None
         self.error: BaseException | None = None
-        self.events: Events = []
-        """Of the inputs; once the operation is complete, of the outputs."""
+        self.events: list[tuple[torch.device, torch.cuda.Event]] = []
+        """Of the GPUs of the inputs; once the operation is complete, of those of the outputs."""
 
         self.start = time.monotonic()
         self.is_done = False
@@ -97,41 +134,15 @@ class Submission:
         """Complete the operation."""
         self.result, self.error, self.is_done = result, error, True
 
+    def record_events(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record an event in the current stream of each GPU that holds one of the tensors.
 
-def difference(signatures: dict[int, Signature]) -> str:
-    """Return how the arguments of the ranks differ; empty if they are equal.
+        The streams of the program and of the engine's thread differ: events order their work on the tensors.
+        """
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        self.events = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
 
-    Args:
-        signatures: The arguments by rank in the job.
-    """
-    (first, expected), *others = sorted(signatures.items(), key=lambda item: item[0])
-    for rank, got in others:
-        if got == expected:
-            continue
-        what, mine, other = _first_difference(expected, got)
-        return f"{what}: rank {first} has {mine}, rank {rank} has {other}"
-    return ""
-
-
-def _first_difference(one: Signature, other: Signature) -> tuple[str, Any, Any]:
-    if one.kind != other.kind:
-        return "the operations differ", one.kind, other.kind
-    if len(one.layouts) != len(other.layouts):
-        return "the numbers of tensors differ", len(one.layouts), len(other.layouts)
-    for mine, its in zip(one.layouts, other.layouts, strict=True):
-        if mine.dtype != its.dtype:
-            return "the data types differ", mine.dtype, its.dtype
-        if mine.shape != its.shape:
-            return "the tensor shapes differ", _shape(mine.shape), _shape(its.shape)
-        if mine.device != its.device:
-            return "the devices differ", mine.device, its.device
-    if one.op != other.op:
-        return "the reduction operations differ", NAMES[one.op], NAMES[other.op]
-    if one.root != other.root:
-        return "the root ranks differ", one.root, other.root
-    factors = [(each.prescale, each.postscale) for each in (one, other)]
-    return "the prescale and postscale factors differ", factors[0], factors[1]
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "(" + ", ".join("any" if each == ANY_ROWS else str(each) for each in shape) + ")"
+    def wait_for_events(self) -> None:
+        """Let the current streams wait for the recorded events; the calling thread does not wait."""
+        for device, event in self.events:
+            torch.cuda.current_stream(device).wait_event(event)

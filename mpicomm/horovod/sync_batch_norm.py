@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from mpicomm.horovod import context
-from mpicomm.horovod.differentiable import allreduce
-from mpicomm.horovod.reduce_op import Sum
+from mpicomm.horovod.submission import Sum
+from mpicomm.horovod.tensor_operations import allreduce
 
 
 class SyncBatchNorm(nn.BatchNorm1d):

@@ -1,30 +1,41 @@
-"""The operations on tensors, synchronous and asynchronous, single and grouped."""
+"""The operations on tensors: each is declared once, and its public functions are derived from the declaration.
+
+The name of a public function states its form, as in Horovod: `grouped_` takes a list of tensors as one operation,
+`_async` returns a handle, a last `_` works in place. The others wait for a new tensor and are differentiable.
+"""
 
 from __future__ import annotations
 
+import inspect
+import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from mpicomm import arguments
-from mpicomm.horovod import gpu_order, reduce_op, submission
-from mpicomm.horovod.exceptions import HorovodInternalError
+from mpicomm.horovod import submission
 from mpicomm.horovod.process_sets import ProcessSet, engine_of, global_process_set
-from mpicomm.horovod.reduce_op import Adasum, Average, Sum
-from mpicomm.horovod.submission import ANY_ROWS, Layout, Signature, Submission
+from mpicomm.horovod.submission import (
+    ANY_ROWS,
+    OP_NAMES,
+    Adasum,
+    Average,
+    HorovodInternalError,
+    Layout,
+    Signature,
+    Submission,
+    Sum,
+)
 
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 Tensors = Sequence[Tensor]
 
 _ADASUM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class _Grouped(Submission):
-    """The handle of a grouped operation, whose result is a list."""
-
-    __slots__ = ()
 
 
 # -- handles -----------------------------------------------------------------------------------------------------------
@@ -54,69 +65,321 @@ def synchronize(handle: Submission | Callable[[], Any]) -> Any:
     if not isinstance(handle, Submission):
         return handle()  # of a sparse tensor
     handle.engine.wait(handle)
-    if handle.error is not None:
-        raise handle.error
     if handle.events:
-        gpu_order.wait(handle.events)
-        gpu_order.use_in_current_stream(handle.result)
-    if isinstance(handle, _Grouped):
+        handle.wait_for_events()
+        for tensor in handle.result:
+            if tensor.is_cuda:  # torch's allocator must know of a stream other than that of the allocation
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    if handle.is_grouped:
         return list(handle.result)
     if handle.splits is not None:
         return tuple(handle.result)
     return handle.result[0] if handle.result else None
 
 
-# -- submission --------------------------------------------------------------------------------------------------------
+# -- public functions --------------------------------------------------------------------------------------------------
 
 
-def _submit(
+class FunctionCall(NamedTuple):
+    """A call of a public function, which takes the place of its tensor in the declaration of an operation."""
+
+    function: str
+    """The name of the function, for messages."""
+
+    tensors: Tensors
+    is_grouped: bool
+    is_in_place: bool
+    is_async: bool
+
+
+class OnTensor(Protocol[P, R_co]):
+    """A public function of a tensor."""
+
+    def __call__(self, tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Run or start the operation."""
+
+
+class OnTensors(Protocol[P, R_co]):
+    """A public function of a list of tensors."""
+
+    def __call__(self, tensors: Tensors, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Run or start the operation."""
+
+
+def _single(function: str, declaration: Callable[Concatenate[FunctionCall, P], Any], result: type[R]) -> OnTensor[P, R]:
+    return _public(function, declaration, result)
+
+
+def _grouped(
+    function: str, declaration: Callable[Concatenate[FunctionCall, P], Any], result: type[R]
+) -> OnTensors[P, R]:
+    return _public(function, declaration, result)
+
+
+def _public(function: str, declaration: Any, result: Any) -> Any:
+    """Return the public function of an operation in the form that its name states.
+
+    Args:
+        function: The name.
+        declaration: Runs a `FunctionCall`, with the further arguments of the function.
+        result: The type that the function returns.
+    """
+    is_grouped = function.startswith("grouped_")
+    is_in_place, is_async = function.endswith("_"), "_async" in function
+    # A copy under the name of the public function, which errors about the number and the names of arguments contain.
+    run = types.FunctionType(declaration.__code__, declaration.__globals__, None, declaration.__defaults__)
+
+    def on_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return run(FunctionCall(function, [tensor], False, is_in_place, is_async), *args, **kwargs)
+
+    def on_tensors(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
+        return run(FunctionCall(function, list(tensors), True, is_in_place, is_async), *args, **kwargs)
+
+    public: Any = on_tensors if is_grouped else on_tensor
+    run.__name__ = run.__qualname__ = public.__name__ = public.__qualname__ = function
+    first, *_ = inspect.signature(public).parameters.values()
+    _, *others = inspect.signature(declaration).parameters.values()
+    public.__signature__ = inspect.Signature([first, *others], return_annotation=result)
+    public.__doc__ = _documented(declaration.__doc__, is_grouped, is_in_place, is_async)
+    return public
+
+
+def _documented(text: str, is_grouped: bool, is_in_place: bool, is_async: bool) -> str:
+    """Return the docstring of a public function: that of the declaration, with the parts that depend on the form."""
+    form = "The tensor receives the result." if is_in_place else "The tensor itself does not change."
+    compression, result = "", "A list, for each tensor: " if is_grouped else "The result: "
+    errors = "the arguments differ between ranks, or the ranks can no longer communicate"
+    if is_async:
+        form += " The function returns without waiting for the other ranks."
+        result = "A handle for `hvd.poll` and `hvd.synchronize`; its result is "
+        errors = "Horovod has been shut down"
+    elif not is_in_place:
+        form += " The function is differentiable."
+        compression = "compression: hvd.Compression.none or hvd.Compression.fp16.\n        "
+    tensor = "tensors: The tensors, which are one operation; of each, the" if is_grouped else "tensor: The tensor; its"
+    return text.format(form=form, tensor=tensor, compression=compression, result=result) + (
+        f"\n    Raises:\n"
+        f"        ValueError: If an argument is invalid, or an operation of the same name is pending.\n"
+        f"        HorovodInternalError: If the operation is not supported, or {errors}.\n    "
+    )
+
+
+# -- running a call ----------------------------------------------------------------------------------------------------
+
+
+def _run(
+    call: FunctionCall,
     process_set: ProcessSet,
     name: str | None,
     signature: Signature,
-    tensors: Tensors,
-    outputs: Tensors = (),
+    gradient: Callable[[Any, Tensors], Tensors],
     splits: Tensor | None = None,
-    *,
-    is_group: bool = False,
-) -> Submission:
+) -> Any:
+    """Submit a call; return its handle or, after waiting, its result.
+
+    Args:
+        gradient: Returns the gradients of the tensors, from the context of `_Differentiable` and the gradients of the
+            results.
+        splits: The numbers of rows for each rank, of an alltoall.
+    """
+    engine = engine_of(process_set, call.function)
     kind = signature.kind
-    engine = engine_of(process_set, kind)
-    full = engine.next_name(kind) if name is None else f"{kind}.{name}"
-    make = _Grouped if is_group else Submission
-    handle = make(full, signature, tensors, outputs, splits, is_cacheable=name is not None)
-    if any(each.device == "cuda" for each in signature.layouts):
-        handle.events = gpu_order.record(tensors)
-    return engine.submit(handle)
+    outputs: Tensors = ()  # allocated when the numbers of rows of the other ranks are known
+    if call.is_in_place:
+        outputs = call.tensors
+    elif kind in (submission.ALLREDUCE, submission.BROADCAST):
+        outputs = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in call.tensors]
+    handle = Submission(
+        engine.next_name(kind) if name is None else f"{kind}.{name}",
+        signature,
+        call.tensors,
+        outputs,
+        splits,
+        is_grouped=call.is_grouped,
+        is_cacheable=name is not None,
+    )
+    if any(layout.device == "cuda" for layout in signature.layouts):
+        handle.record_events(call.tensors)
+    if call.is_async:
+        return engine.submit(handle)
+    if call.is_in_place:
+        return synchronize(engine.submit(handle))
+    results = _Differentiable.apply(engine, handle, process_set, gradient, *call.tensors)
+    return results if call.is_grouped or splits is not None else results[0]
 
 
-def _layouts(tensors: Tensors, what: str, *, any_rows: bool = False, needs_rows: bool = False) -> tuple[Layout, ...]:
-    """Return the layouts of tensors after checking them."""
+class _Differentiable(torch.autograd.Function):
+    """An operation, whose backward pass calls the operation's own gradient.
+
+    The context must not refer to the handle: its results refer to the context, and the cycle would keep their memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, engine: Any, handle: Submission, process_set: ProcessSet, gradient: Any, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        synchronize(engine.submit(handle))
+        ctx.gradient, ctx.process_set, ctx.signature = gradient, process_set, handle.signature
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        ctx.received = None if handle.splits is None else handle.result[1]
+        return tuple(handle.result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, None, *ctx.gradient(ctx, gradients)
+
+
+def _layouts(call: FunctionCall, *, any_rows: bool = False, needs_rows: bool = False) -> tuple[Layout, ...]:
+    """Return the layouts of the tensors after checking them.
+
+    Args:
+        any_rows: Whether the number of rows may differ between ranks.
+        needs_rows: Whether the tensors must have rows.
+    """
     layouts = []
-    for tensor in tensors:
+    for tensor in call.tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             raise ValueError(
-                f"{what}: expected dense tensors, got {arguments.shown(tensor)}.\n"
+                f"{call.function}: expected dense tensors, got {arguments.shown(tensor)}.\n"
                 f"Pass tensors; for sparse ones, use hvd.sparse_allreduce_async()."
             )
         shape = tensor.shape
         if needs_rows and not shape:
             raise ValueError(
-                f"{what}: the tensor must have at least one dimension, got a scalar.\nPass tensor.reshape(1)."
+                f"{call.function}: the tensor must have at least one dimension, got a scalar.\nPass tensor.reshape(1)."
             )
         layouts.append(Layout(tensor.dtype, (ANY_ROWS, *shape[1:]) if any_rows else shape, tensor.device.type))
     return tuple(layouts)
 
 
-def effective_op(op: int | None, average: bool | None, what: str) -> int:
+# -- compression -------------------------------------------------------------------------------------------------------
+
+
+class Compressor:
+    """The interface of a compression; its methods are called on the class."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the compressed tensor, and the argument `ctx` of `decompress`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return the tensor in its original form."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """No compression."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # noqa: ARG004  the interface
+        """Return the tensor."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Floating-point tensors as float16."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor as float16 if it is a floating-point tensor, and its dtype."""
+        return tensor.half() if tensor.dtype.is_floating_point else tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return the tensor in the dtype that it had."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The available compressions: pass `Compression.none` or `Compression.fp16` as `compression=`."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+
+def _compressed(call: FunctionCall, compression: type[Compressor], run: Callable[..., Tensors], *args: Any) -> Any:
+    """Run a call with compressed tensors, and decompress the results."""
+    compressed = [compression.compress(tensor) for tensor in call.tensors]
+    reduced = run(call._replace(tensors=[tensor for tensor, _ in compressed], is_grouped=True), *args)
+    results = [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
+    return results if call.is_grouped else results[0]
+
+
+# -- allreduce ---------------------------------------------------------------------------------------------------------
+
+
+def _allreduce(
+    call: FunctionCall,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce a tensor over all ranks (collective).
+
+    {form}
+
+    Args:
+        {tensor} shape, dtype and device type must be equal on all ranks.
+        average: Deprecated; use `op`.
+        name: The name by which the ranks match their tensors, in any order; by default, the position among the calls
+            without a name.
+        {compression}op: hvd.Average (the default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        {result}the reduced tensor, of the same shape.
+    """
+    op = _effective_op(call, op, average)
+    if op == Adasum:
+        _check_adasum(process_set, call.tensors)
+    signature = Signature(submission.ALLREDUCE, _layouts(call), op, 0, prescale_factor, postscale_factor)
+    return _run(call, process_set, name, signature, _allreduce_gradient)
+
+
+def _compressed_allreduce(
+    call: FunctionCall,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    op = _effective_op(call, op, average)
+    return _compressed(call, compression, _allreduce, None, name, op, prescale_factor, postscale_factor, process_set)
+
+
+_compressed_allreduce.__doc__ = _allreduce.__doc__
+
+
+def _effective_op(call: FunctionCall, op: int | None, average: bool | None) -> int:
     """Return the operation that `op` and the deprecated `average` select."""
     if average is not None:
         if op is not None:
-            raise ValueError(f"{what}: got both op and average.\nPass op only.")
-        warnings.warn(
-            f"{what}: average is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4
-        )
+            raise ValueError(f"{call.function}: got both op and average.\nPass op only.")
+        message = f"{call.function}: average is deprecated; pass op=hvd.Average or op=hvd.Sum"
+        warnings.warn(message, DeprecationWarning, stacklevel=4)
         return Average if average else Sum
-    return Average if op is None else reduce_op.check(op, what)
+    if op is None:
+        return Average
+    if op not in range(len(OP_NAMES)):
+        raise ValueError(
+            f"{call.function}: op must be hvd.{', hvd.'.join(OP_NAMES)}, got {op!r}.\nPass one of these constants."
+        )
+    return int(op)
 
 
 def _check_adasum(process_set: ProcessSet, tensors: Tensors) -> None:
@@ -125,148 +388,33 @@ def _check_adasum(process_set: ProcessSet, tensors: Tensors) -> None:
     size = process_set.size() or 1
     if size & (size - 1):
         raise NotImplementedError(f"Adasum needs a power of two of ranks, got {size}.\nUse another op.")
-    for each in tensors:
-        if each.dtype not in _ADASUM_DTYPES:
+    for tensor in tensors:
+        if tensor.dtype not in _ADASUM_DTYPES:
             raise ValueError(
-                f"Adasum reduces floating-point tensors, got {each.dtype}.\nUse another op, or convert it."
+                f"Adasum reduces floating-point tensors, got {tensor.dtype}.\nUse another op, or convert it."
             )
 
 
-# -- allreduce ---------------------------------------------------------------------------------------------------------
+def _allreduce_gradient(ctx: Any, gradients: Tensors) -> Tensors:
+    """The gradient of a reduction is the reduction of the gradients."""
+    signature = ctx.signature
+    return grouped_allreduce(
+        gradients,
+        op=signature.op,
+        prescale_factor=signature.prescale,
+        postscale_factor=signature.postscale,
+        process_set=ctx.process_set,
+    )
 
 
-def _allreduce(
-    tensors: Tensors,
-    outputs: Tensors,
-    name: str | None,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-    *,
-    is_group: bool = False,
-) -> Submission:
-    if op == Adasum:
-        _check_adasum(process_set, tensors)
-    layouts = _layouts(tensors, submission.ALLREDUCE)
-    signature = Signature(submission.ALLREDUCE, layouts, op, 0, prescale_factor, postscale_factor)
-    return _submit(process_set, name, signature, tensors, outputs, is_group=is_group)
-
-
-def _like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Submission:
-    """Start to reduce a tensor over all ranks (collective); the tensor itself does not change.
-
-    The call returns without waiting for the other ranks, as do all functions with `_async` in their names.
-
-    Args:
-        tensor: The tensor; its shape, dtype and device type must be equal on all ranks.
-        average: Deprecated; use `op`.
-        name: The name by which the ranks match their tensors, in any order; by default, the position among the calls
-            without a name.
-        op: hvd.Average (the default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: Multiplies the tensor before the reduction.
-        postscale_factor: Multiplies the result.
-        process_set: The ranks that take part.
-
-    Returns:
-        A handle for `poll` and `synchronize`.
-
-    Raises:
-        ValueError: If an argument is invalid, or an operation of the same name is pending.
-        HorovodInternalError: If Horovod has been shut down.
-    """
-    op = effective_op(op, average, "allreduce")
-    return _allreduce([tensor], [_like(tensor)], name, op, prescale_factor, postscale_factor, process_set)
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Submission:
-    """Start to reduce a tensor in place (collective); see `allreduce_async`."""
-    op = effective_op(op, average, "allreduce")
-    return _allreduce([tensor], [tensor], name, op, prescale_factor, postscale_factor, process_set)
-
-
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Reduce a tensor in place over all ranks, and return it (collective).
-
-    The arguments are those of `allreduce_async`, and the errors those of `allreduce_async` and `synchronize`.
-    """
-    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    return synchronize(handle)
-
-
-def grouped_allreduce_async(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Submission:
-    """Start to reduce a list of tensors as one operation (collective); see `allreduce_async`."""
-    op = effective_op(op, average, "grouped_allreduce")
-    outputs = [_like(each) for each in tensors]
-    return _allreduce(list(tensors), outputs, name, op, prescale_factor, postscale_factor, process_set, is_group=True)
-
-
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Submission:
-    """Start to reduce a list of tensors in place as one operation (collective); see `allreduce_async`."""
-    op = effective_op(op, average, "grouped_allreduce")
-    tensors = list(tensors)
-    return _allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, is_group=True)
-
-
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """Reduce a list of tensors in place as one operation, and return it (collective).
-
-    The arguments are those of `allreduce_async`, and the errors those of `allreduce_async` and `synchronize`.
-    """
-    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    return synchronize(handle)
+allreduce = _single("allreduce", _compressed_allreduce, Tensor)
+allreduce_ = _single("allreduce_", _allreduce, Tensor)
+allreduce_async = _single("allreduce_async", _allreduce, Submission)
+allreduce_async_ = _single("allreduce_async_", _allreduce, Submission)
+grouped_allreduce = _grouped("grouped_allreduce", _compressed_allreduce, list[Tensor])
+grouped_allreduce_ = _grouped("grouped_allreduce_", _allreduce, list[Tensor])
+grouped_allreduce_async = _grouped("grouped_allreduce_async", _allreduce, Submission)
+grouped_allreduce_async_ = _grouped("grouped_allreduce_async_", _allreduce, Submission)
 
 
 def sparse_allreduce_async(
@@ -302,200 +450,206 @@ def sparse_allreduce_async(
     return result
 
 
-# -- allgather, broadcast ----------------------------------------------------------------------------------------------
+# -- allgather ---------------------------------------------------------------------------------------------------------
 
 
-def allgather_async(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Submission:
-    """Start to concatenate the tensors of all ranks along the first dimension (collective).
+def _allgather(call: FunctionCall, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Concatenate the tensors of all ranks along the first dimension (collective).
+
+    {form}
 
     Args:
-        tensor: The tensor of this rank, with one or more dimensions; the first one may differ between ranks.
-        name: The name by which the ranks match their tensors; see `allreduce_async`.
+        {tensor} first dimension may differ between ranks.
+        name: The name by which the ranks match their tensors; see `allreduce`.
         process_set: The ranks that take part.
 
     Returns:
-        A handle for `poll` and `synchronize`.
-
-    Raises:
-        ValueError: If an argument is invalid, or an operation of the same name is pending.
-        HorovodInternalError: If Horovod has been shut down.
+        {result}the rows of all tensors, in the order of the ranks.
     """
-    layouts = _layouts([tensor], submission.ALLGATHER, any_rows=True, needs_rows=True)
-    return _submit(process_set, name, Signature(submission.ALLGATHER, layouts), [tensor])
+    layouts = _layouts(call, any_rows=True, needs_rows=True)
+    return _run(call, process_set, name, Signature(submission.ALLGATHER, layouts), _allgather_gradient)
 
 
-def grouped_allgather_async(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Submission:
-    """Start to gather a list of tensors as one operation (collective); see `allgather_async`."""
-    layouts = _layouts(tensors, "grouped_allgather", any_rows=True, needs_rows=True)
-    return _submit(process_set, name, Signature(submission.ALLGATHER, layouts), list(tensors), is_group=True)
+def _allgather_gradient(ctx: Any, gradients: Tensors) -> Tensors:
+    """The gradient is this rank's part of the average of the gradients, as in Horovod."""
+    reduced = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
+    own_rows = [shape[0] for shape in ctx.shapes]
+    rows = allgather(torch.tensor([own_rows]), process_set=ctx.process_set)
+    starts = rows[: ctx.process_set.rank()].sum(0).tolist()
+    return [tensor.narrow(0, start, length) for tensor, start, length in zip(reduced, starts, own_rows, strict=True)]
 
 
-def _broadcast(tensor: Tensor, output: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Submission:
-    ranks = process_set.ranks or []
-    if process_set.process_set_id is not None and root_rank not in ranks:
-        raise ValueError(
-            f"broadcast: root_rank must be one of the ranks {ranks}, got {root_rank!r}.\nPass one of these."
-        )
-    layouts = _layouts([tensor], submission.BROADCAST)
-    root = ranks.index(root_rank) if ranks else 0
-    return _submit(process_set, name, Signature(submission.BROADCAST, layouts, root=root), [tensor], [output])
+allgather = _single("allgather", _allgather, Tensor)
+allgather_async = _single("allgather_async", _allgather, Submission)
+grouped_allgather = _grouped("grouped_allgather", _allgather, tuple[Tensor, ...])
+grouped_allgather_async = _grouped("grouped_allgather_async", _allgather, Submission)
 
 
-def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Submission:
-    """Start to send the root's tensor to all ranks (collective); the tensor itself does not change.
+# -- broadcast ---------------------------------------------------------------------------------------------------------
+
+
+def _broadcast(
+    call: FunctionCall, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Send the root's tensor to all ranks (collective).
+
+    {form}
 
     Args:
-        tensor: The tensor; its shape, dtype and device type must be equal on all ranks.
+        {tensor} shape, dtype and device type must be equal on all ranks.
         root_rank: The rank in the job that sends.
-        name: The name by which the ranks match their tensors; see `allreduce_async`.
+        name: The name by which the ranks match their tensors; see `allreduce`.
         process_set: The ranks that take part.
 
     Returns:
-        A handle for `poll` and `synchronize`.
-
-    Raises:
-        ValueError: If an argument is invalid, or an operation of the same name is pending.
-        HorovodInternalError: If Horovod has been shut down.
+        {result}the root's tensor.
     """
-    return _broadcast(tensor, _like(tensor), root_rank, name, process_set)
+    ranks = engine_of(process_set, call.function).ranks
+    if root_rank not in ranks:
+        raise ValueError(
+            f"{call.function}: root_rank must be one of the ranks {ranks}, got {root_rank!r}.\nPass one of these."
+        )
+    signature = Signature(submission.BROADCAST, _layouts(call), root=ranks.index(root_rank))
+    return _run(call, process_set, name, signature, _broadcast_gradient)
 
 
-def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Submission:
-    """Start to send the root's tensor to all ranks, in place (collective); see `broadcast_async`."""
-    return _broadcast(tensor, tensor, root_rank, name, process_set)
+def _broadcast_gradient(ctx: Any, gradients: Tensors) -> Tensors:
+    """The gradient is the average of the gradients on the root, and zero on the other ranks, as in Horovod."""
+    reduced = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
+    return [reduced if ctx.process_set.rank() == ctx.signature.root else torch.zeros_like(reduced)]
 
 
-def broadcast_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
-    """Send the root's tensor to all ranks, in place, and return it (collective).
-
-    The arguments are those of `broadcast_async`, and the errors those of `broadcast_async` and `synchronize`.
-    """
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+broadcast = _single("broadcast", _broadcast, Tensor)
+broadcast_ = _single("broadcast_", _broadcast, Tensor)
+broadcast_async = _single("broadcast_async", _broadcast, Submission)
+broadcast_async_ = _single("broadcast_async_", _broadcast, Submission)
 
 
-# -- alltoall, reducescatter -------------------------------------------------------------------------------------------
+# -- alltoall ----------------------------------------------------------------------------------------------------------
 
 
-def alltoall_async(
-    tensor: Tensor,
+def _alltoall(
+    call: FunctionCall,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Submission:
-    """Start to send parts of a tensor to all ranks, and to receive their parts (collective).
+) -> Any:
+    """Send parts of a tensor to all ranks, and receive their parts (collective).
+
+    {form}
 
     Args:
-        tensor: The tensor, of one or more dimensions, which is divided along the first one.
+        {tensor} rows, along the first dimension, are divided among the ranks.
         splits: The number of rows for each rank, as a list or a tensor of int32; equal parts by default.
-        name: The name by which the ranks match their tensors; see `allreduce_async`.
+        name: The name by which the ranks match their tensors; see `allreduce`.
         process_set: The ranks that take part.
 
     Returns:
-        A handle for `poll` and `synchronize`, which returns the received rows, and their number from each rank.
-
-    Raises:
-        ValueError: If an argument is invalid, or an operation of the same name is pending.
-        HorovodInternalError: If Horovod has been shut down.
+        {result}the received rows; of an asynchronous call and with `splits`, also their numbers from each rank.
     """
-    layouts = _layouts([tensor], submission.ALLTOALL, any_rows=True, needs_rows=True)
-    size = process_set.size()
-    rows = tensor.shape[0]
-    if size is None:
-        engine_of(process_set, submission.ALLTOALL)  # raises the error
-        raise AssertionError
+    layouts = _layouts(call, any_rows=True, needs_rows=True)
+    size, rows = len(engine_of(process_set, call.function).ranks), call.tensors[0].shape[0]
     if splits is None:
         if rows % size:
             raise ValueError(
-                f"alltoall: without splits, the first dimension must be a multiple of {size}, the number of ranks, got "
-                f"{rows}.\nPass splits."
+                f"{call.function}: without splits, the first dimension must be a multiple of {size}, the number of "
+                f"ranks, got {rows}.\nPass splits."
             )
         counts = torch.full((size,), rows // size, dtype=torch.int32)
-    elif isinstance(splits, torch.Tensor):
-        counts = splits
     else:
-        counts = torch.tensor(splits, dtype=torch.int32)
+        counts = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, dtype=torch.int32)
     if counts.dtype != torch.int32 or counts.shape != (size,):
         raise ValueError(
-            f"alltoall: splits must be {size} numbers of int32, one for each rank, got shape {tuple(counts.shape)} of "
-            f"{counts.dtype}.\nPass the number of rows for each rank."
+            f"{call.function}: splits must be {size} numbers of int32, one for each rank, got shape "
+            f"{tuple(counts.shape)} of {counts.dtype}.\nPass the number of rows for each rank."
         )
     if int(counts.sum()) > rows or int(counts.min()) < 0:
         raise ValueError(
-            f"alltoall: splits must be at least 0, and their sum at most {rows}, the first dimension, got "
+            f"{call.function}: splits must be at least 0, and their sum at most {rows}, the first dimension, got "
             f"{counts.tolist()}.\nPass the number of rows for each rank."
         )
-    return _submit(process_set, name, Signature(submission.ALLTOALL, layouts), [tensor], splits=counts)
+    result = _run(call, process_set, name, Signature(submission.ALLTOALL, layouts), _alltoall_gradient, counts)
+    return result if call.is_async or splits is not None else result[0]
+
+
+def _alltoall_gradient(ctx: Any, gradients: Tensors) -> Tensors:
+    """The gradient of a row returns to the rank that sent it."""
+    returned, _ = alltoall(gradients[0], ctx.received, process_set=ctx.process_set)
+    num_unsent = ctx.shapes[0][0] - returned.shape[0]  # rows that were sent to no rank
+    if num_unsent:
+        returned = torch.cat([returned, returned.new_zeros(num_unsent, *returned.shape[1:])])
+    return [returned]
+
+
+alltoall = _single("alltoall", _alltoall, cast("type[Tensor | tuple[Tensor, Tensor]]", Tensor | tuple[Tensor, Tensor]))
+alltoall_async = _single("alltoall_async", _alltoall, Submission)
+
+
+# -- reducescatter -----------------------------------------------------------------------------------------------------
 
 
 def _reducescatter(
-    tensors: Tensors,
-    name: str | None,
-    op: int,
-    process_set: ProcessSet,
-    prescale_factor: float,
-    postscale_factor: float,
-    *,
-    is_group: bool = False,
-) -> Submission:
-    if op not in (Average, Sum):
-        raise HorovodInternalError(f"reducescatter: op must be hvd.Average or hvd.Sum, got {op!r}.\nPass one of these.")
-    layouts = _layouts(tensors, submission.REDUCESCATTER, needs_rows=True)
-    signature = Signature(submission.REDUCESCATTER, layouts, op, 0, prescale_factor, postscale_factor)
-    return _submit(process_set, name, signature, list(tensors), is_group=is_group)
-
-
-def reducescatter_async(
-    tensor: Tensor,
+    call: FunctionCall,
     name: str | None = None,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Submission:
-    """Start to reduce a tensor over all ranks, each of which receives its part of the rows (collective).
+) -> Any:
+    """Reduce a tensor over all ranks, each of which receives its part of the rows (collective).
+
+    If the number of ranks does not divide the first dimension, the first ranks receive one row more. {form}
 
     Args:
-        tensor: The tensor, of one or more dimensions; its shape, dtype and device type must be equal on all ranks. If
-            the number of ranks does not divide the first dimension, the first ranks receive one row more.
-        name: The name by which the ranks match their tensors; see `allreduce_async`.
-        op: hvd.Average or hvd.Sum.
+        {tensor} shape, dtype and device type must be equal on all ranks.
+        name: The name by which the ranks match their tensors; see `allreduce`.
+        {compression}op: hvd.Average or hvd.Sum.
         process_set: The ranks that take part.
         prescale_factor: Multiplies the tensor before the reduction.
         postscale_factor: Multiplies the result.
 
     Returns:
-        A handle for `poll` and `synchronize`.
-
-    Raises:
-        ValueError: If an argument is invalid, or an operation of the same name is pending.
-        HorovodInternalError: If the operation is not supported, or Horovod has been shut down.
+        {result}this rank's rows of the reduced tensor.
     """
-    return _reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor)
+    if op not in (Average, Sum):
+        raise HorovodInternalError(
+            f"{call.function}: op must be hvd.Average or hvd.Sum, got {op!r}.\nPass one of these."
+        )
+    layouts = _layouts(call, needs_rows=True)
+    signature = Signature(submission.REDUCESCATTER, layouts, op, 0, prescale_factor, postscale_factor)
+    return _run(call, process_set, name, signature, _reducescatter_gradient)
 
 
-def grouped_reducescatter_async(
-    tensors: Tensors,
+def _compressed_reducescatter(
+    call: FunctionCall,
     name: str | None = None,
+    compression: type[Compressor] = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Submission:
-    """Start to reduce and scatter a list of tensors as one operation (collective); see `reducescatter_async`."""
-    return _reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, is_group=True)
+) -> Any:
+    return _compressed(call, compression, _reducescatter, name, op, process_set, prescale_factor, postscale_factor)
 
 
-# -- synchronisation ---------------------------------------------------------------------------------------------------
+_compressed_reducescatter.__doc__ = _reducescatter.__doc__
+
+
+def _reducescatter_gradient(ctx: Any, gradients: Tensors) -> Tensors:
+    """The gradient gathers the parts; of a sum it is multiplied by the number of ranks, as in Horovod."""
+    factor = ctx.signature.prescale * ctx.signature.postscale
+    if ctx.signature.op == Sum:
+        factor *= ctx.process_set.size()
+    return grouped_allgather([gradient * factor for gradient in gradients], process_set=ctx.process_set)
+
+
+reducescatter = _single("reducescatter", _compressed_reducescatter, Tensor)
+reducescatter_async = _single("reducescatter_async", _reducescatter, Submission)
+grouped_reducescatter = _grouped("grouped_reducescatter", _compressed_reducescatter, list[Tensor])
+grouped_reducescatter_async = _grouped("grouped_reducescatter_async", _reducescatter, Submission)
+
+
+# -- operations without tensors ----------------------------------------------------------------------------------------
 
 
 def join(device: int = -1) -> int:
@@ -524,4 +678,5 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         ValueError: If Horovod is not initialized, or this rank is not in the process set.
         HorovodInternalError: If the ranks can no longer communicate.
     """
-    synchronize(_submit(process_set, submission.BARRIER, Signature(submission.BARRIER), []))
+    engine = engine_of(process_set, submission.BARRIER)
+    engine.run_barrier(engine.next_name(submission.BARRIER))

@@ -12,11 +12,12 @@ from typing import IO, Any
 from mpicomm.horovod.negotiation import Ready
 from mpicomm.horovod.submission import Submission
 
-_CYCLES = "cycles"
-
 
 class HorovodTimeline:
     """Writes the phases of each tensor of this rank to a file: NEGOTIATE_<operation>, then <operation>."""
+
+    is_open = False
+    """Whether a timeline is being written; the other methods need not be called otherwise."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,6 +31,7 @@ class HorovodTimeline:
         self.stop()
         with self._lock:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  stop() closes it
+            self.is_open = True
             self._rows, self._start, self._marks_cycles = {}, time.monotonic_ns(), marks_cycles
             epoch = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
             self._file.write("[\n" + json.dumps({"name": "clock", "ph": "M", "pid": 0, "args": epoch}))
@@ -37,33 +39,28 @@ class HorovodTimeline:
     def stop(self) -> None:
         """Complete the file, if a timeline is being written."""
         with self._lock:
-            file, self._file = self._file, None
+            file, self._file, self.is_open = self._file, None, False
             if file is not None:
                 file.write("\n]\n")
                 file.close()
 
     def mark_cycle(self) -> None:
         """Note the start of a cycle."""
-        if self._file is not None and self._marks_cycles:
-            self._write([(_CYCLES, "i", "CYCLE_START")])
+        if self._marks_cycles:
+            self._write([("cycles", "i", "CYCLE_START")])
 
     def start_negotiation(self, submission: Submission) -> None:
         """Note that this rank has submitted a tensor."""
-        if self._file is not None:
-            self._write([(submission.name, "B", f"NEGOTIATE_{submission.signature.kind.upper()}")])
+        self._write([(submission.name, "B", f"NEGOTIATE_{submission.signature.kind.upper()}")])
 
     def end_negotiation(self, items: Iterable[Ready]) -> None:
         """Note that operations are ready on all ranks, and start."""
-        if self._file is not None:
-            own = [each for each in items if each.submission is not None]
-            self._write([event for each in own for event in _change(each)])
+        own = [(item.name, item.signature.kind.upper()) for item in items if item.submission is not None]
+        self._write([event for name, kind in own for event in ((name, "E", f"NEGOTIATE_{kind}"), (name, "B", kind))])
 
     def end_operations(self, items: Iterable[Ready]) -> None:
         """Note that operations are complete."""
-        if self._file is not None:
-            self._write(
-                [(each.name, "E", each.signature.kind.upper()) for each in items if each.submission is not None]
-            )
+        self._write([(item.name, "E", item.signature.kind.upper()) for item in items if item.submission is not None])
 
     def _write(self, events: Iterable[tuple[str, str, str]]) -> None:
         micros = (time.monotonic_ns() - self._start) / 1000
@@ -79,8 +76,3 @@ class HorovodTimeline:
     def _add(self, event: dict[str, Any]) -> None:
         assert self._file is not None  # the caller holds the lock and has checked it
         self._file.write(",\n" + json.dumps(event))
-
-
-def _change(item: Ready) -> list[tuple[str, str, str]]:
-    kind = item.signature.kind.upper()
-    return [(item.name, "E", f"NEGOTIATE_{kind}"), (item.name, "B", kind)]

@@ -8,9 +8,14 @@ from collections.abc import Mapping
 
 _MIB = 2**20
 _LONGEST_HEARTBEAT, _SHORTEST_HEARTBEAT = 5.0, 0.1  # seconds
-_HEARTBEATS_PER_CHECK = 10
+_HEARTBEATS_PER_CHECK = 10  # so that a report is late by a tenth of the time of a check
 DYNAMIC = "DYNAMIC"
 """The value of HOROVOD_TIMELINE with which the program starts the timeline itself."""
+
+
+def is_set(environ: Mapping[str, str], name: str) -> bool:
+    """Return whether a variable has a value other than 0."""
+    return environ.get(name, "") not in ("", "0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +68,7 @@ class Variables:
                 raise ValueError(f"{name} must be a finite number of at least 0, got {text}.\nCorrect it, or unset it.")
             return value
 
-        def flag(name: str) -> bool:
-            return environ.get(name, "") not in ("", "0")
-
-        checks = not flag("HOROVOD_STALL_CHECK_DISABLE")
+        checks = not is_set(environ, "HOROVOD_STALL_CHECK_DISABLE")
         timeline = environ.get("HOROVOD_TIMELINE", "")
         return cls(
             fusion_threshold=int(number("HOROVOD_FUSION_THRESHOLD", cls.fusion_threshold)),
@@ -75,5 +77,5 @@ class Variables:
             stall_check_seconds=number("HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_check_seconds) if checks else 0.0,
             stall_shutdown_seconds=number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0) if checks else 0.0,
             timeline="" if timeline == DYNAMIC else timeline,
-            marks_cycles=flag("HOROVOD_TIMELINE_MARK_CYCLES"),
+            marks_cycles=is_set(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
         )

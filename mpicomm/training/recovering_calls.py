@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from mpicomm import recovery, session
+from mpicomm import agreement, recovery, session
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import RankFailedError, TrainingError, raised_on_all_ranks
 from mpicomm.training import checkpoint, randomness, state

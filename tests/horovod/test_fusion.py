@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from mpicomm.horovod.fusion import FusionBuffer, Pair
+from mpicomm.horovod.data_operations import DataOperations
+from mpicomm.horovod.negotiation import Ready
+from mpicomm.horovod.submission import ALLREDUCE, Signature, Submission
 
 
-def batches_of(lengths: list[int], threshold: int) -> list[list[int]]:
-    """Return the lengths of the tensors in each reduction; the tensors are of int8, so that these are bytes."""
-    pairs = [Pair(torch.full((n,), n % 100, dtype=torch.int8), torch.empty(n, dtype=torch.int8)) for n in lengths]
-    batches = []
+class Calls:
+    """In place of the calls of a group: adds one to each tensor that is reduced, and records its length."""
 
-    def run(whole: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        assert sum(part.numel() for part in parts) == whole.numel()
-        batches.append([part.numel() for part in parts])
-        whole.add_(1)
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
 
-    FusionBuffer(torch.int8, torch.device("cpu")).reduce(pairs, threshold, run)
-    assert all(torch.equal(pair.output, pair.source + 1) for pair in pairs)
-    return batches
+    def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
+        self.lengths.append(tensor.numel())
+        tensor.add_(1)
+
+
+def reduced(operations: DataOperations, calls: Calls, lengths: list[int]) -> list[int]:
+    """Return the length of each reduction of tensors; they are of int8, so that this is the number of bytes."""
+    calls.lengths.clear()
+    sources = [torch.full((length,), length % 100, dtype=torch.int8) for length in lengths]
+    outputs = [torch.empty_like(source) for source in sources]
+    submission = Submission("a", Signature(ALLREDUCE), sources, outputs)
+    operations.run([Ready("a", submission.signature, submission)])
+    assert submission.error is None
+    assert all(torch.equal(output, source + 1) for output, source in zip(outputs, sources, strict=True))
+    return list(calls.lengths)
+
+
+def batches_of(lengths: list[int], threshold: int) -> list[int]:
+    calls: Any = Calls()
+    return reduced(DataOperations(calls, threshold), calls, lengths)
 
 
 def test_batches_do_not_exceed_the_threshold() -> None:
-    assert batches_of([4, 4, 1, 9, 2, 2], 9) == [[9], [4, 4, 1], [2, 2]]
-    assert batches_of([5, 5, 5], 9) == [[5], [5], [5]]
-    assert batches_of([3, 3, 3], 0) == [[3], [3], [3]]
+    assert batches_of([4, 4, 1, 9, 2, 2], 9) == [9, 4 + 4 + 1, 2 + 2]
+    assert batches_of([5, 5, 5], 9) == [5, 5, 5]
+    assert batches_of([3, 3, 3], 0) == [3, 3, 3]
 
 
 def test_long_tensors_are_not_copied() -> None:
-    assert batches_of([1, 2**20, 2], 2**27) == [[2**20], [1, 2]]
+    assert batches_of([1, 2**20, 2], 2**27) == [2**20, 1 + 2]
 
 
 def test_the_buffer_grows_and_shrinks() -> None:
+    calls: Any = Calls()
+    operations = DataOperations(calls, 2**20)
     for lengths in ([1, 2], [100, 200], [1, 2], [3] * 50):
-        assert batches_of(lengths, 2**20) == [lengths]
+        assert reduced(operations, calls, lengths) == [sum(lengths)]

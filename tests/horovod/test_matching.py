@@ -32,7 +32,7 @@ def test_names_in_random_order() -> None:
 
 
 def test_a_steady_step_costs_one_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = registry().engines[0]._negotiation._exchange
+    exchange = registry.engines[0]._negotiation._exchange
     tensors = {f"steady {index}": torch.ones(3 + index) for index in range(6)}
 
     def step() -> None:
@@ -154,7 +154,7 @@ def test_invalid_sets(parity: hvd.ProcessSet) -> None:
     with pytest.raises(ValueError, match="the process set is not registered"):
         hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0]))
     others = [rank for rank in range(hvd.size()) if rank not in parity.ranks]
-    other = next(each for each in registry().sets.values() if each.ranks == others)
+    other = next(each for each in registry.sets.values() if each.ranks == others)
     with pytest.raises(ValueError, match=f"rank {hvd.rank()} is not a member"):
         hvd.allreduce(torch.ones(1), process_set=other)
     assert not hvd.remove_process_set(hvd.global_process_set)
@@ -187,7 +187,7 @@ def test_ranks_number_calls_without_a_name_anew_after_a_join() -> None:
         hvd.allreduce(torch.ones(1))
     hvd.join()
     names: list[Any] = [None] * hvd.size()
-    dist.all_gather_object(names, registry().engines[0].next_name("allreduce"))
+    dist.all_gather_object(names, registry.engines[0].next_name("allreduce"))
     assert names == [names[0]] * hvd.size()
 
 

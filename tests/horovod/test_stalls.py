@@ -16,11 +16,11 @@ LATE = f"""
 import sys, time
 import torch
 import mpicomm.horovod as hvd
-from mpicomm.horovod import stalls
+from mpicomm.horovod import negotiation
 
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
-stalls._write = lambda text: print(
+negotiation._write = lambda text: print(
     f"phase {{phase}} after {{time.monotonic() - start:.2f}}: {{text}}", file=sys.stderr, flush=True
 )
 

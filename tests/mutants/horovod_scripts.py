@@ -33,7 +33,7 @@ if bucket not in self._started:
         ranks=4,
     ),
     Mutant(
-        "_rewrapped",
+        "DistributedOptimizer",
         old='{name: value for name, value in vars(optimizer).items() if name != "step"}',
         new="{name: value for name, value in vars(optimizer).items()}",
         fault="With a learning-rate scheduler of the inner optimizer, step() does not reduce the gradients.",
@@ -50,10 +50,25 @@ if bucket not in self._started:
     ),
     Mutant(
         "_buckets",
-        old='broadcast_object(list(trained), _first_rank(process_set), "optimizer.groups", process_set)',
+        old='broadcast_object(list(trained), first_rank, "optimizer.groups", process_set)',
         new="list(trained)",
         fault="Ranks that pass their parameters in different orders form different groups.",
         tests="tests/horovod/test_optimizer.py -k different_orders",
+        ranks=4,
+    ),
+    Mutant(
+        "optimizer._are_groups",
+        old="isinstance(groups, int) and groups > 0",
+        new="isinstance(groups, int)",
+        fault="hvd.DistributedOptimizer(groups=0) reduces no gradient.",
+        tests="tests/horovod/test_optimizer.py -k arguments_are_checked",
+    ),
+    Mutant(
+        "ElasticSampler.__iter__",
+        old="itertools.cycle(self.remaining_indices)",
+        new="self.remaining_indices",
+        fault="If the samples cannot be divided evenly, ranks get different numbers of them.",
+        tests="tests/horovod/test_elastic.py -k divided_among",
         ranks=4,
     ),
     # -- broadcasts and batch normalization ---------------------------------------------------------------------------

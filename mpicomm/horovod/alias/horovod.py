@@ -10,14 +10,12 @@ from typing import Any
 
 import mpicomm.horovod
 from mpicomm.horovod import (
-    compression,
     elastic,
-    elastic_sampler,
-    exceptions,
     functions,
     optimizer,
     process_sets,
     sync_batch_norm,
+    tensor_operations,
 )
 
 __version__ = "0.28.1"  # the release of Horovod whose interface this is
@@ -26,12 +24,12 @@ __path__: list[str] = []  # a package without files: its submodules are in sys.m
 _SUBMODULES: dict[str, types.ModuleType | None] = {
     "common": None,
     "common.elastic": elastic,
-    "common.exceptions": exceptions,
+    "common.exceptions": elastic,
     "common.process_sets": process_sets,
     "torch": mpicomm.horovod,
-    "torch.compression": compression,
+    "torch.compression": tensor_operations,
     "torch.elastic": elastic,
-    "torch.elastic.sampler": elastic_sampler,
+    "torch.elastic.sampler": elastic,
     "torch.elastic.state": elastic,
     "torch.functions": functions,
     "torch.mpi_ops": mpicomm.horovod,
