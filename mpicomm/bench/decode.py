@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.nn import functional
 
 from mpicomm.bench import timing
-from mpicomm.bench.compared_backends import NOTHING, Reducer
+from mpicomm.bench.compared_backends import NOTHING
 from mpicomm.bench.timing import Bench
 from mpicomm.errors import LaunchError
 from mpicomm.session import World
@@ -23,6 +23,9 @@ ALONE = "one process"
 """The name of the row of a single process, with the whole model."""
 PROMPT, TOKENS = 16, 32
 """Tokens that are read at once, and tokens that are generated one by one."""
+
+Reducer = Callable[[torch.Tensor], object]
+"""Replaces a tensor by the sum of the tensors of all ranks."""
 
 _SEED = 1
 _ROTARY_BASE = 10_000.0

@@ -39,11 +39,6 @@ def count(text: str) -> int:
     return int(text)
 
 
-def counts(text: str) -> tuple[int, ...]:
-    """Parse positive integers separated by commas."""
-    return tuple(count(each) for each in text.split(","))
-
-
 def png(text: str) -> Path:
     """Parse the path of a PNG file to write."""
     path = Path(text)

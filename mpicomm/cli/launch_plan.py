@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from mpicomm.errors import LaunchError
 from mpicomm.launch import allocation, commands, environment, installed, node_range, scheduler_query
 from mpicomm.launch.allocation import FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
-from mpicomm.launch.request import Machine, Node, Request, Start
+from mpicomm.launch.request import Machine, Request, Start
 from mpicomm.settings import PREFIX
 
 GRACE_SECONDS = 120.0
@@ -130,14 +129,6 @@ def probe(request: Request, host: Host, environ: Mapping[str, str], *, is_step: 
     return f"{start.command[0]} exited with status {done.returncode}" if done.returncode else ""
 
 
-def build_torchrun(request: Request, environ: Mapping[str, str]) -> Start:
-    """Return the equivalent launch with torchrun: on this host, or on the nodes of a Slurm allocation."""
-    machine, job, port = _machine(environ), scheduler_query.current_allocation(environ), _free_port()
-    if isinstance(job, SlurmAllocation):
-        return commands.torchrun_by_srun(request, job, port, machine, environ)
-    return commands.torchrun(request, Node(0, 1, "127.0.0.1", port), machine, environ)
-
-
 def execute(start: Start, command: str, grace: float = GRACE_SECONDS) -> End:
     """Print the launch command, and run it as a child process until it ends.
 
@@ -194,10 +185,3 @@ def _agent(job: HostAllocation, environ: Mapping[str, str]) -> str | None:
     if not shutil.which("pbs_tmrsh", path=os.pathsep.join(directories)):
         return None
     return str(Path(launch.__file__).with_name("pbs_agent.sh"))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port: int = listener.getsockname()[1]
-    return port

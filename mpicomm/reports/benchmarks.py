@@ -65,31 +65,6 @@ def decode_table(rows: Rows) -> Table:
         ["tokens/s", "median", "us/token", "reductions", "size", "wrong", "/ mpi"], cells)  # fmt: skip
 
 
-def startup_table(rows: Rows, ours: str, import_seconds: float) -> Table:
-    """Return the table of starts, with one row for each number of ranks.
-
-    Args:
-        rows: The rows of `bench.startup.measure`.
-        ours: The name of the launcher whose steps are shown, and with which the others are compared.
-        import_seconds: The duration of `import mpicomm`.
-    """
-    ways = list(dict.fromkeys(row["way"] for row in rows))
-    steps = list(rows[0]["steps"] if rows[0]["way"] == ours else {})
-    cells = []
-    by_number: dict[int, dict[str, Mapping[str, Any]]] = {}
-    for row in rows:
-        by_number.setdefault(row["ranks"], {})[row["way"]] = row
-    for ranks, row in by_number.items():
-        whole = row[ours]["seconds"]
-        parts = [f"{row[ours]['steps'][step]:.3f}" for step in steps]
-        others = [f"{row[way]['seconds']:.2f} ({row[way]['seconds'] / whole:.2f}x)" for way in ways if way != ours]
-        cells.append([ranks, f"{whole:.2f}", *parts, *others])
-    title = "seconds from the launch command to the end of the first all_reduce, fastest start"
-    found = _table(title, [], ["ranks", ours, *steps, *[way for way in ways if way != ours]], cells)
-    found.caption, found.caption_justify = f"import mpicomm: {1e3 * import_seconds:.1f} ms", "left"
-    return found
-
-
 def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[Any, float]) -> Table:
     # 1. the columns
     backends = {row["backend"] for row in rows}

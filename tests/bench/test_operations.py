@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import types
 from typing import Any
 
@@ -171,26 +170,21 @@ def test_a_backend_that_refuses_on_one_rank_is_left_out(world: mpicomm.World) ->
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "nodes", "text"),
+    ("asked", "kind", "text"),
     [
-        (["deepspeed"], "cpu", 2, "all ranks on one node; remove deepspeed from --backend"),
-        (["deepspeed"], "cpu", 1, "DeepSpeed is not installed; remove deepspeed from --backend"),
-        (["nccl"], "cpu", 1, "nccl needs one GPU per rank"),
-        (None, "cuda", 1, "this rank has no GPU; use --device cpu"),
+        (["nccl"], "cpu", "nccl needs one GPU per rank"),
+        (None, "cuda", "this rank has no GPU; use --device cpu"),
     ],
 )
-def test_backends_that_are_not_available(
-    asked: list[str] | None, kind: str, nodes: int, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    world: Any = types.SimpleNamespace(comm=object(), device=CPU, num_nodes=nodes)
+def test_backends_that_are_not_available(asked: list[str] | None, kind: str, text: str) -> None:
+    world: Any = types.SimpleNamespace(comm=object(), device=CPU)
     with pytest.raises(LaunchError, match=text):
-        compared_backends.select(asked, ("mpi", "nccl", "deepspeed"), kind, world)
+        compared_backends.select(asked, ("mpi", "nccl"), kind, world)
 
 
 def test_backends_that_need_more_are_measured_only_if_named() -> None:
-    world: Any = types.SimpleNamespace(comm=object(), device=CPU, num_nodes=1)
-    known = ("mpi", "gloo", "nccl", "mpi4py", "mpi-async", "deepspeed")
+    world: Any = types.SimpleNamespace(comm=object(), device=CPU)
+    known = ("mpi", "gloo", "nccl", "mpi4py", "mpi-async")
     assert compared_backends.select(None, known, "cpu", world) == (["mpi", "gloo", "mpi4py"], CPU)
     assert compared_backends.select(["mpi-async"], known, "cpu", world) == (["mpi-async"], CPU)
 

@@ -594,7 +594,7 @@ else:
         old='f"--nproc-per-node={ranks // nodes}"',
         new='f"--nproc-per-node={ranks}"',
         fault="torchrun starts the number of ranks of the whole job on each node.",
-        tests="tests/unit/test_launch_commands.py -k test_srun_starts_one_agent_on_each_node",
+        tests="tests/unit/test_benchmarks.py -k test_srun_starts_one_agent_on_each_node",
     ),
     Mutant(
         "parse_host_file",

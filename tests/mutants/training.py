@@ -800,11 +800,11 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         tests="tests/unit/test_runs.py -k epoch_that_was_not_repeated",
     ),
     Mutant(
-        "startup_table",
+        "startup.table",
         old='row[ours]["seconds"]',
         new='row[ours]["median"]',
         fault="The table of startup times compares mpicomm's median with the fastest start of the alternatives.",
-        tests="tests/unit/test_benchmark_reports.py -k table_of_starts",
+        tests="tests/unit/test_benchmarks.py -k table_of_starts",
     ),
     Mutant(
         "_column",
