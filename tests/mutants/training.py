@@ -918,7 +918,7 @@ synchronize()
     ),
     Mutant(
         "MeasuredOperation._received",
-        old="known_inputs.summed(part, self.size).double() / (self.size if self.averages else 1)",
+        old="known_inputs.summed(part, self.size).double() / (self.size if self.kind.averages else 1)",
         new="known_inputs.summed(part, self.size)",
         fault="`mpicomm bench` expects the sum as the result of an average.",
         tests='tests/bench/test_operations.py -k "no_backend_is_wrong and all_reduce_avg"',
