@@ -24,7 +24,7 @@ from mpicomm.cli.console import FAILED, console, failed
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import detect
 from mpicomm.launch.request import Request
-from mpicomm.reports import benchmarks, drawing, result_files
+from mpicomm.reports import benchmarks, plots, result_files
 
 if TYPE_CHECKING:
     from mpicomm.session import World
@@ -293,7 +293,7 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
 def _check_files(arguments: argparse.Namespace) -> None:
     """Check the files and matplotlib before the measurement."""
     if arguments.plot is not None:
-        drawing.new_figure((1.0, 1.0))
+        plots.new_figure((1.0, 1.0))
     for path in filter(None, (arguments.json, arguments.csv, arguments.plot)):
         check_writable(path)
     if arguments.compare is not None:
@@ -317,7 +317,7 @@ def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values
         if arguments.csv is not None:
             result_files.write_csv(arguments.csv, results["rows"])
         if arguments.plot is not None:
-            drawing.save(benchmarks.draw(results["rows"]), arguments.plot)
+            plots.save(benchmarks.draw(results["rows"]), arguments.plot)
     except OSError as error:
         return failed(benchmark.command, error)
     return 0

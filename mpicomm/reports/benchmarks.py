@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from mpicomm import terminal
-from mpicomm.reports import drawing
+from mpicomm.reports import plots
 from mpicomm.reports.result_files import Rows, key_of, kind_of
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def step_table(rows: Rows) -> Table:
     ms = {(row["model"], row["strategy"], row["backend"]): row["ms"] for row in rows}
     for row in rows:
         names = [row["model"], f"{row['parameters']:,}", row["strategy"], row["backend"]]
-        figures = [f"{row[name]:.3f}" for name in ("ms", "ms_median", "data_ms", "compute_ms", "communication_ms")]
+        metrics = [f"{row[name]:.3f}" for name in ("ms", "ms_median", "data_ms", "compute_ms", "communication_ms")]
         ratios = [_ratio(row["ms"], ms.get((row["model"], row["strategy"], other))) for other in (OURS, NOTHING)]
-        cells.append([*names, *figures, *ratios])
+        cells.append([*names, *metrics, *ratios])
     return _table("milliseconds per step", ["model", "params", "strategy", "backend"],
         ["step", "median", "data", "compute", "comm", "/ mpi", "/ none"], cells)  # fmt: skip
 
@@ -56,11 +56,11 @@ def decode_table(rows: Rows) -> Table:
     cells = []
     ours = {row["model"]: row["tokens_per_s"] for row in rows if row["backend"] == OURS}
     for row in rows:
-        figures = [f"{row[name]:.1f}" for name in ("tokens_per_s", "tokens_per_s_median", "us_per_token")]
+        metrics = [f"{row[name]:.1f}" for name in ("tokens_per_s", "tokens_per_s_median", "us_per_token")]
         reductions = [str(row["all_reduces"]), _shown_size(row["nbytes"])] if row["all_reduces"] else [_UNKNOWN] * 2
         wrong = _UNKNOWN if row["wrong"] is None else str(row["wrong"])
         names = [row["model"], f"{row['parameters']:,}", row["backend"]]
-        cells.append([*names, *figures, *reductions, wrong, _ratio(row["tokens_per_s"], ours.get(row["model"]))])
+        cells.append([*names, *metrics, *reductions, wrong, _ratio(row["tokens_per_s"], ours.get(row["model"]))])
     return _table("tokens per second", ["model", "params", "backend"],
         ["tokens/s", "median", "us/token", "reductions", "size", "wrong", "/ mpi"], cells)  # fmt: skip
 
@@ -89,10 +89,10 @@ def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[A
     return found
 
 
-def _table(title: str, names: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """Return a table whose columns are names, on the left, and figures."""
+def _table(title: str, names: Sequence[str], metrics: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """Return a table whose columns are names, aligned to the left, and metrics."""
     style: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-    return terminal.table([*names, *figures], rows, right=figures, title=title, **style)
+    return terminal.table([*names, *metrics], rows, right=metrics, title=title, **style)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -124,7 +124,7 @@ def draw(rows: Rows) -> Figure:
         ImportError: If matplotlib is not installed.
     """
     kinds = _by_kind(rows)
-    figure = drawing.new_figure((_INCHES_WIDE, _INCHES_EACH * max(1, len(kinds))))
+    figure = plots.new_figure((_INCHES_WIDE, _INCHES_EACH * max(1, len(kinds))))
     panels = figure.subplots(max(1, len(kinds)), len(_PANELS), squeeze=False)
     for (kind, each), pair in zip(kinds.items(), panels, strict=False):
         for axes, (name, label) in zip(pair, _PANELS, strict=True):
