@@ -6,7 +6,7 @@ import weakref
 
 from mpicomm import session
 from mpicomm.errors import LaunchError
-from mpicomm.integrations.required_package import installed_by
+from mpicomm.integrations.requirements import installed_by
 
 with installed_by("lightning"):
     from lightning.fabric.plugins.environments import ClusterEnvironment

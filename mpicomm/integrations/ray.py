@@ -20,8 +20,7 @@ from mpicomm.collective_ops.collectives import all_gather_object, broadcast_obje
 from mpicomm.durations import Deadline
 from mpicomm.errors import MpicommError
 from mpicomm.integrations import serving
-from mpicomm.integrations.required_package import installed_by
-from mpicomm.integrations.world_argument import require_world
+from mpicomm.integrations.requirements import installed_by, require_world
 from mpicomm.launch import environment
 from mpicomm.session import World
 
