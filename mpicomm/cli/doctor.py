@@ -52,16 +52,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks, print the findings, and return the exit status."""
-    from mpicomm.doctor import examination, findings
+    from mpicomm.doctor import examination, findings, launcher_check, software_check
 
     environ = dict(os.environ)  # before bootstrap() exports variables
     facts = examination.collect(environ)
+    can_start, launchers = facts[software_check].can_start, facts[launcher_check]
     if _is_alone(environ):
         found = examination.check(facts)
-        if arguments.starts_job and facts.software.can_start and facts.launchers is not None and facts.launchers.own:
+        if arguments.starts_job and can_start and launchers is not None and launchers.own:
             found += _trial(environ)
         return _report(found, [], [socket.gethostname()], arguments)
-    if not facts.software.can_start:  # perhaps on this host only
+    if not can_start:  # perhaps on this host only
         return _report_without_job(examination.check(facts), arguments, is_shown=not _local_rank(environ))
     from mpicomm import runtime
 

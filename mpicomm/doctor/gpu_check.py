@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -40,15 +41,11 @@ class GPUFacts:
     """The pairs of GPUs that cannot access each other's memory."""
 
 
-def collect(environ: Mapping[str, str], *, has_torch: bool) -> GPUFacts:
-    """Return the facts about this host; runs nvidia-smi.
-
-    Args:
-        has_torch: Whether torch can be imported.
-    """
+def collect(environ: Mapping[str, str]) -> GPUFacts:
+    """Return the facts about this host; runs nvidia-smi."""
     listed = [line for line in scheduler_query.output_of(_QUERY).splitlines() if _LISTED.fullmatch(line)]
     build, names, pairs = "", [], []
-    if has_torch:
+    with contextlib.suppress(ImportError, OSError, RuntimeError):  # software_check reports it
         import torch
 
         build = torch.version.cuda or torch.version.hip or ""

@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpicomm import mpi
 from mpicomm.doctor.findings import Finding, from_error, ok, problem, warning
-from mpicomm.errors import LaunchError
+from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import detect, installed, scheduler_query
 from mpicomm.launch.mpi_library import Library
 
@@ -60,8 +61,12 @@ class TrialJob:
     """The output, if it failed."""
 
 
-def collect(library: Library, environ: Mapping[str, str]) -> LauncherFacts:
-    """Return the facts about this host; runs the launchers to get their versions."""
+def collect(environ: Mapping[str, str]) -> LauncherFacts | None:
+    """Return the facts about this host, None without an MPI library; runs the launchers to get their versions."""
+    try:
+        library = mpi.library()
+    except MPINotFoundError:  # software_check reports it
+        return None
     path, own, not_found = environ.get("PATH", ""), "", ""
     try:
         own = installed.mpiexec(library, path)
@@ -80,8 +85,10 @@ def collect(library: Library, environ: Mapping[str, str]) -> LauncherFacts:
     )
 
 
-def check(facts: LauncherFacts) -> list[Finding]:
+def check(facts: LauncherFacts | None) -> list[Finding]:
     """Return the findings about the launchers."""
+    if facts is None:
+        return []
     return [*_check_start(facts), *_check_mpiexec(facts), *_check_srun(facts)]
 
 

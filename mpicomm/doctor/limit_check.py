@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 from mpicomm.doctor.findings import Finding, ok, problem, warning
@@ -34,7 +35,7 @@ class LimitFacts:
     """The RDMA network devices (InfiniBand, RoCE)."""
 
 
-def collect() -> LimitFacts:
+def collect(_environ: Mapping[str, str]) -> LimitFacts:
     """Return the facts about this process."""
     devices = sorted(path.name for path in _RDMA.iterdir()) if _RDMA.is_dir() else []
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
