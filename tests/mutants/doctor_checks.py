@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "job_check._on",
-        old="all(each.rank in members for each in ranks if each.host in hosts)",
+        old="all(facts.rank in members for facts in ranks if facts.host in hosts)",
         new="True",
         fault="The doctor names the host instead of the rank if the versions of two ranks of one host differ.",
         tests="tests/unit/test_doctor.py -k differs_on_one_host",
