@@ -142,7 +142,7 @@ def _measure(
     _write_zeros(operation)
     before = operation.write_inputs if rewrites else None
     timed = {name: Timed(call, before) for name, call in calls.items()}
-    times = timing.in_turn(bench, timed, each=case.device.type == "cpu")
+    times = timing.in_turn(bench, timed, times_calls=case.device.type == "cpu")
     # 3. check them again, and measure the overlap on zeros
     for name, call in calls.items():
         wrong[name] += _wrong_after(operation, call, bench)

@@ -35,7 +35,7 @@ def operation_tables(rows: Rows, before: Rows = ()) -> list[Table]:
         before: Rows of an earlier run to compare with.
     """
     earlier = {key_of(row): row["us"] for row in before}
-    return [_operation_table(kind, each, earlier) for kind, each in _by_kind(rows).items()]
+    return [_operation_table(kind, of_kind, earlier) for kind, of_kind in _by_kind(rows).items()]
 
 
 def step_table(rows: Rows) -> Table:
@@ -84,9 +84,9 @@ def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[A
         first = "" if row["nbytes"] == size else _shown_size(row["nbytes"])
         size = row["nbytes"]
         cells.append([first, *_cells(row), *[show(row) for show in shown.values()]])
-    found = _table(_title_of(kind), ["size", "backend"], ["us", "p99", "GB/s", "bus", "wrong", *shown], cells)
-    found.columns[0].justify = "right"
-    return found
+    table = _table(_title_of(kind), ["size", "backend"], ["us", "p99", "GB/s", "bus", "wrong", *shown], cells)
+    table.columns[0].justify = "right"
+    return table
 
 
 def _table(title: str, names: Sequence[str], metrics: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
@@ -104,12 +104,12 @@ def _shown(us: float) -> str:
     return f"{us:.2f}" if us < 1000 else f"{us:.0f}"
 
 
-def _ratio(one: float, other: float | None) -> str:
-    return _UNKNOWN if other is None else f"{one / other:.2f}"
+def _ratio(value: float, other: float | None) -> str:
+    return _UNKNOWN if other is None else f"{value / other:.2f}"
 
 
-def _difference(one: float, other: float | None) -> str:
-    return _UNKNOWN if other is None else f"{one - other:+.1f}"
+def _difference(value: float, other: float | None) -> str:
+    return _UNKNOWN if other is None else f"{value - other:+.1f}"
 
 
 # -- plots -------------------------------------------------------------------------------------------------------------
@@ -126,9 +126,9 @@ def draw(rows: Rows) -> Figure:
     kinds = _by_kind(rows)
     figure = plots.new_figure((_INCHES_WIDE, _INCHES_EACH * max(1, len(kinds))))
     panels = figure.subplots(max(1, len(kinds)), len(_PANELS), squeeze=False)
-    for (kind, each), pair in zip(kinds.items(), panels, strict=False):
+    for (kind, of_kind), pair in zip(kinds.items(), panels, strict=False):
         for axes, (name, label) in zip(pair, _PANELS, strict=True):
-            _draw(axes, each, name)
+            _draw(axes, of_kind, name)
             axes.set_title(_title_of(kind), fontsize="medium")
             axes.set_ylabel(label)
     return figure
@@ -156,10 +156,10 @@ def _draw(axes: Axes, rows: Rows, name: str) -> None:
 
 
 def _by_kind(rows: Rows) -> dict[tuple[str, str, bool], list[Mapping[str, Any]]]:
-    found: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
+    by_kind: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(kind_of(row), []).append(row)
-    return found
+        by_kind.setdefault(kind_of(row), []).append(row)
+    return by_kind
 
 
 def _title_of(kind: tuple[str, str, bool]) -> str:

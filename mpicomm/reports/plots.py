@@ -111,7 +111,7 @@ def _draw_parts(axes: Axes, run: Run) -> None:
     if shares:
         # Each entry covers the steps before it, so the areas start at the first step of the run.
         steps = [run.entries[0].step, *[step for step, _ in shares]]
-        stacks = [[each[part] for each in [shares[0][1], *[parts for _, parts in shares]]] for part in PARTS]
+        stacks = [[parts[part] for parts in [shares[0][1], *[parts for _, parts in shares]]] for part in PARTS]
         axes.stackplot(steps, stacks, labels=PARTS, step="pre", alpha=0.8)
 
 
@@ -138,6 +138,6 @@ def _line(axes: Axes, points: Sequence[tuple[int, float]], colour: int, style: s
     axes.plot(steps, values, visible, color=f"C{colour}", label=label, markersize=4)
 
 
-def _label(what: str, run: Run, runs: Sequence[Run]) -> str:
+def _label(curve: str, run: Run, runs: Sequence[Run]) -> str:
     """Return the legend of a curve. Dollars are escaped: matplotlib renders text between them as formulas."""
-    return what if len(runs) == 1 else f"{what}, {run.name}".replace("$", r"\$")
+    return curve if len(runs) == 1 else f"{curve}, {run.name}".replace("$", r"\$")

@@ -766,8 +766,8 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
     ),
     Mutant(
         "_ratio",
-        old='f"{one / other:.2f}"',
-        new='f"{other / one:.2f}"',
+        old='f"{value / other:.2f}"',
+        new='f"{other / value:.2f}"',
         fault="The ratios of `mpicomm bench` to mpicomm and to an earlier run are inverted.",
         tests="tests/unit/test_benchmark_reports.py -k table_compares",
     ),
@@ -794,8 +794,8 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
     ),
     Mutant(
         "_counting",
-        old="each.step <= entry.step",
-        new="each.step < entry.step",
+        old="earlier.step <= entry.step",
+        new="earlier.step < entry.step",
         fault="A report omits the epoch and the evaluation that ended at the step from which a run resumed.",
         tests="tests/unit/test_runs.py -k epoch_that_was_not_repeated",
     ),
@@ -955,7 +955,7 @@ synchronize()
     ),
     Mutant(
         "wrong",
-        old="found += int((part[whole:] != expected[: len(part) - whole]).sum())",
+        old="count += int((part[whole:] != expected[: len(part) - whole]).sum())",
         fault="Wrong elements after the last whole repetition of the pattern are not counted, in small results never.",
         tests="tests/bench/test_operations.py -k wrong_elements_are_counted",
     ),

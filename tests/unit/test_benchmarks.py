@@ -97,7 +97,7 @@ def test_without_times_of_single_calls_there_is_no_percentile(monkeypatch: pytes
     monkeypatch.setattr(timing, "time", clock)
     bench = dataclasses.replace(alone(), seconds=1e-6)
     call = clock.after(*[1] * 6, 2, 4, 9)
-    assert timing.in_turn(bench, {"call": call}, each=False)["call"] == Times(rounds=(5.0, 9.0), p99=None)
+    assert timing.in_turn(bench, {"call": call}, times_calls=False)["call"] == Times(rounds=(5.0, 9.0), p99=None)
 
 
 @pytest.mark.parametrize(
