@@ -917,6 +917,21 @@ synchronize()
         ranks=2,
     ),
     Mutant(
+        "MeasuredOperation.load",
+        old="self.kind.transfers * (self.size - 1) / self.size",
+        new="(self.size - 1) / self.size",
+        fault="The bus bandwidth of an all_reduce counts its data once, although they cross the links twice.",
+        tests="tests/bench/test_operations.py -k bus_bandwidth",
+    ),
+    Mutant(
+        "MeasuredOperation.has_result",
+        old="self.source < self.size",
+        new="True",
+        fault="`mpicomm bench --op pingpong` on an odd number of ranks reports the buffer of the last rank as wrong.",
+        tests="tests/bench/test_operations.py -k 'no_backend_is_wrong and pingpong'",
+        ranks=3,
+    ),
+    Mutant(
         "MeasuredOperation._received",
         old="known_inputs.summed(part, self.size).double() / (self.size if self.kind.averages else 1)",
         new="known_inputs.summed(part, self.size)",
