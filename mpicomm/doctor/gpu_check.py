@@ -52,10 +52,10 @@ def collect(environ: Mapping[str, str]) -> GPUFacts:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         names = [torch.cuda.get_device_name(index) for index in range(count)]
         pairs = [
-            (one, other)
-            for one in range(count)
-            for other in range(one + 1, count)
-            if not torch.cuda.can_device_access_peer(one, other)
+            (first, second)
+            for first in range(count)
+            for second in range(first + 1, count)
+            if not torch.cuda.can_device_access_peer(first, second)
         ]
     return GPUFacts(
         host_info.gpus({}),
@@ -90,7 +90,7 @@ def check(facts: GPUFacts) -> list[Finding]:
 def _check_peers(facts: GPUFacts) -> list[Finding]:
     if not facts.without_peer_access:
         return []
-    pairs = ", ".join(f"{one}-{other}" for one, other in facts.without_peer_access[:8])
+    pairs = ", ".join(f"{first}-{second}" for first, second in facts.without_peer_access[:8])
     return [
         warning(
             "GPU topology",

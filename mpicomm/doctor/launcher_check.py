@@ -73,9 +73,9 @@ def collect(environ: Mapping[str, str]) -> LauncherFacts | None:
     except LaunchError as error:
         not_found = str(error)
     in_path = {
-        name: (found, installed.answer_of(found, "--version"))
+        name: (command, installed.answer_of(command, "--version"))
         for name in COMMANDS
-        if (found := shutil.which(name, path=path)) is not None
+        if (command := shutil.which(name, path=path)) is not None
     }
     job = None
     with contextlib.suppress(LaunchError):
@@ -113,9 +113,9 @@ def _check_mpiexec(facts: LauncherFacts) -> list[Finding]:
         fault = from_error("mpiexec", facts.not_found)
         return [dataclasses.replace(fault, status="warning") if has_srun or not is_plain else fault]
     if not others:
-        where = "" if facts.in_path else f", not in PATH: start with `mpicomm run`, or add {Path(facts.own).parent}"
-        return [ok("mpiexec", f"{facts.own} of {name}{where}")]
-    commands = " and ".join(Path(each).name for each in others)
+        advice = "" if facts.in_path else f", not in PATH: start with `mpicomm run`, or add {Path(facts.own).parent}"
+        return [ok("mpiexec", f"{facts.own} of {name}{advice}")]
+    commands = " and ".join(Path(other).name for other in others)
     finding_of = warning if has_srun or not is_plain else problem
     return [
         finding_of(
@@ -143,7 +143,7 @@ def _check_srun(facts: LauncherFacts) -> list[Finding]:
         message = f"srun has no PMI for {library.vendor}, which needs {' or '.join(library.srun_types)}: {listed}"
         return [warning("srun", message, remedy)]
     default = facts.environ.get("SLURM_MPI_TYPE")
-    if default and not any(default.startswith(each) for each in library.srun_types):
+    if default and not any(default.startswith(mpi_type) for mpi_type in library.srun_types):
         return [
             problem(
                 "srun",

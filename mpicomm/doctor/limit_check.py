@@ -46,7 +46,7 @@ def collect(_environ: Mapping[str, str]) -> LimitFacts:
 
 def check(facts: LimitFacts) -> list[Finding]:
     """Return the findings about the limits."""
-    found = [_check_files(facts)]
+    results = [_check_files(facts)]
     is_limited = facts.locked != resource.RLIM_INFINITY and facts.locked < _ENOUGH_LOCKED
     if facts.rdma_devices and is_limited:
         message = (
@@ -54,8 +54,8 @@ def check(facts: LimitFacts) -> list[Finding]:
             f"({', '.join(facts.rdma_devices)}), so that MPI fails or uses TCP"
         )
         remedy = "Set it to unlimited: memlock in /etc/security/limits.conf, LimitMEMLOCK of the scheduler's daemon."
-        found.append(problem("locked memory", message, remedy))
-    return found
+        results.append(problem("locked memory", message, remedy))
+    return results
 
 
 def _check_files(facts: LimitFacts) -> Finding:

@@ -71,7 +71,7 @@ def mpiexec(
     mpi = library.implementation
     place = _placement(request, machine, job)
     # 1. the environment of the ranks
-    is_bound_by_user = any(environ.get(name) for each in IMPLEMENTATIONS for name in each.binding_variables)
+    is_bound_by_user = any(environ.get(name) for vendor in IMPLEMENTATIONS for name in vendor.binding_variables)
     if is_bound_by_user:
         place = dataclasses.replace(place, is_exclusive=False)
     child = environment.for_ranks(_without_threads_for_one(environ, place), threads=place.cores // place.per_node)
