@@ -98,7 +98,9 @@ def _measure(file: Path, rounds: int, *, recovers: bool) -> None:
         calls[f"all_reduce {name}"] = functools.partial(dist.all_reduce, torch.zeros(nbytes // 4))
     for model, parameters in PARAMETERS.items():
         calls[f"DDP step {parameters}"] = _step(WIDTHS[model])
-    medians = {case: timing.in_turn(bench, {case: call}, each=False)[case].median for case, call in calls.items()}
+    medians = {
+        case: timing.in_turn(bench, {case: call}, times_calls=False)[case].median for case, call in calls.items()
+    }
     if world.rank == 0:
         file.write_text(json.dumps(medians))
 

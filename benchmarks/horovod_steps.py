@@ -45,7 +45,7 @@ def _measure(world: mpicomm.World, width: int) -> dict[str, Any]:
     for number in range(MODELS):
         steps = {_OURS: _with_horovod(width), _DDP: _with_ddp(width)}
         order = list(steps) if number % 2 else list(reversed(steps))
-        times = timing.in_turn(bench, {name: steps[name] for name in order}, each=False)
+        times = timing.in_turn(bench, {name: steps[name] for name in order}, times_calls=False)
         ours += times[_OURS].rounds
         ddp += times[_DDP].rounds
     return {

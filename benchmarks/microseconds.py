@@ -29,7 +29,7 @@ def main() -> None:
     world = mpicomm.bootstrap("mpi")
     assert world.comm is not None
     parts = _parts(world.comm)
-    times = timing.in_turn(timing.on_ranks_of(world, ROUNDS), parts, each=False)
+    times = timing.in_turn(timing.on_ranks_of(world, ROUNDS), parts, times_calls=False)
     found = {name: each.least for name, each in times.items()}
     if world.rank == 0:
         found[_RECORDER] -= found[_TORCH]

@@ -41,22 +41,23 @@ Results = Mapping[str, Mapping[str, Any]]
 """Results of each of `COMMANDS`, as in its --json file."""
 Rows = Iterable[Mapping[str, Any]]
 
-_BENCH = ("bench", "-n", str(_RANKS))
+_BENCH = ("mpicomm", "bench", "-n", str(_RANKS))
+_RUN = ("mpicomm", "run", "-n", str(_RANKS), "-m")
 COMMANDS: dict[str, Sequence[str]] = {
     "small": (*_BENCH, "--op", "all", "--dtype", "float32,bfloat16", "--size", ",".join(map(str, _SMALL)),
         "--backend", "mpi,mpi-async,mpi4py", "--reuse-inputs"),
     "large": (*_BENCH, "--op", ",".join(_EVERY), "--size", "64Ki,1Mi,16Mi,64Mi", "--backend", "mpi,mpi4py"),
     "all_reduce": (*_BENCH, "--size", ",".join(map(str, _SIZES.values())), "--backend", "mpi,gloo"),
     "bfloat16": (*_BENCH, "--dtype", "float32,bfloat16", "--backend", "mpi", "--size", f"{_HALF},{2 * _HALF}"),
-    "steps": ("bench", "ddp", "-n", str(_RANKS), "--model", "small,middle", "--strategy", "ddp,fsdp"),
-    "decode": ("bench", "decode", "-n", str(_RANKS), "--model", "small"),
-    "gil": ("run", "-n", str(_RANKS), "-m", "benchmarks.gil"),
-    "startup": ("bench", "startup", "--ranks", str(_STARTED)),
+    "steps": ("mpicomm", "bench", "ddp", "-n", str(_RANKS), "--model", "small,middle", "--strategy", "ddp,fsdp"),
+    "decode": ("mpicomm", "bench", "decode", "-n", str(_RANKS), "--model", "small"),
+    "gil": (*_RUN, "benchmarks.gil"),
+    "startup": ("benchmarks.startup", "--ranks", str(_STARTED)),
 }  # fmt: skip
-"""Arguments of `mpicomm` for each measurement."""
+"""The module of each measurement, and its arguments."""
 
 WITH_DEEPSPEED: dict[str, Sequence[str]] = {
-    "deepspeed": (*_BENCH, "--size", "8Ki,16Ki,32Ki,64Ki,128Ki,256Ki", "--backend", "mpi,deepspeed"),
+    "deepspeed": (*_RUN, "benchmarks.deepspeed_all_reduce"),
 }
 """The same, where DeepSpeed is installed."""
 
@@ -115,7 +116,7 @@ def measure(run: Callable[[Sequence[str]], Mapping[str, Any]], *, with_deepspeed
     """Run all measurements, one command after the other, and return the ratios.
 
     Args:
-        run: Runs `mpicomm` with these arguments, and returns the contents of its --json file.
+        run: Runs a module with its arguments, and returns the contents of its --json file.
         with_deepspeed: Whether DeepSpeed's all_reduce can be measured.
     """
     commands = {**COMMANDS, **(WITH_DEEPSPEED if with_deepspeed else {})}
@@ -269,14 +270,14 @@ def _place(in_place: bool) -> str:
 
 
 def _result(command: Sequence[str]) -> Mapping[str, Any]:
-    """Return the results of a command of `mpicomm`.
+    """Return the results of a module with its arguments.
 
     Raises:
         CalledProcessError: If the command fails; it has printed the reason.
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "found.json"
-        program = [sys.executable, "-m", "mpicomm", *command, "--json", str(path)]
+        program = [sys.executable, "-m", *command, "--json", str(path)]
         subprocess.run(program, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         found: Mapping[str, Any] = json.loads(path.read_text())
         return found

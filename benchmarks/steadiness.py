@@ -22,7 +22,7 @@ from mpi4py import MPI
 import mpicomm
 from benchmarks import rank_results
 from mpicomm.bench import sweep, timing
-from mpicomm.bench.measured_operations import OPERATIONS, MeasuredOperation
+from mpicomm.bench.measured_operations import MeasuredOperation
 from mpicomm.bench.timing import Call, Timed
 from mpicomm.cli.argument_types import count
 from mpicomm.session import World
@@ -64,7 +64,7 @@ def main() -> None:
 def _calls(world: World, comm: MPI.Intracomm) -> dict[str, Call | Timed]:
     calls: dict[str, Call | Timed] = {_ROUND_TRIP: _round_trip(comm)}
     for case in sweep.cases(_NAMES, _SIZES, [torch.float32], torch.device("cpu"), world):
-        operation = OPERATIONS[case.name](case)
+        operation = MeasuredOperation(case)
         try:
             plain = operation.by_mpi4py(comm)
         except NotImplementedError:  # MPI does not reduce and scatter in place

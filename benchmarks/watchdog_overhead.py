@@ -55,7 +55,7 @@ def _measure(call: Callable[[], object], bench: Bench) -> dict[str, float]:
     """Return the median microseconds of a call in each state, and of the differences to the state "off"."""
     states = {"off": _off, "on": _on, "on, timeouts raise": _on_and_raising}
     timed = {state: Timed(call, before_round=enter) for state, enter in states.items()}
-    found = timing.in_turn(bench, timed, each=False)
+    found = timing.in_turn(bench, timed, times_calls=False)
     _on()
     figures = {state: round(each.median, 3) for state, each in found.items()}
     times = {state: each.rounds for state, each in found.items()}

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from mpicomm.backend import plugin
 from mpicomm.backend.work import CompletedWork
-from mpicomm.bench import deepspeed_kernel
 from mpicomm.bench.measured_operations import MeasuredOperation
 from mpicomm.errors import LaunchError
 from mpicomm.session import World
@@ -19,19 +18,15 @@ from mpicomm.session import World
 OURS, MPI4PY = "mpi", "mpi4py"
 ASYNCHRONOUS = "mpi-async"
 """This package's backend, which starts each operation asynchronously and waits for it."""
-DEEPSPEED = "deepspeed"
-"""DeepSpeed's shared-memory all-reduce for inference."""
 NOTHING = "none"
 """A backend whose collectives do nothing: its training step is a lower bound for every backend."""
 
-_WITH_MPI = {OURS, ASYNCHRONOUS, MPI4PY, DEEPSPEED, NOTHING}
+_WITH_MPI = {OURS, ASYNCHRONOUS, MPI4PY, NOTHING}
 Backend = Callable[[MeasuredOperation, bool], Callable[[], Any]]
 """Returns the call that runs an operation, or, if the second argument is true, starts it and returns its handle.
 
 It raises NotImplementedError if the backend does not support the operation.
 """
-Reducer = Callable[[torch.Tensor], object]
-"""Replaces a tensor by the sum of the tensors of all ranks."""
 
 
 def select(
@@ -58,14 +53,20 @@ def select(
         )
     if "nccl" in names and world.device.type != "cuda":
         raise LaunchError("nccl needs one GPU per rank; remove nccl from --backend.")
-    if DEEPSPEED in names and (why := deepspeed_kernel.why_unavailable(kind, world)):
-        raise LaunchError(f"{why}; remove {DEEPSPEED} from --backend.")
     return names, world.device if kind == "cuda" else torch.device("cpu")
 
 
 def make(names: Sequence[str], world: World) -> dict[str, Backend]:
     """Return the backends with these names (collective)."""
-    return {name: _make(name, world) for name in names}
+
+    def backend(name: str) -> Backend:
+        if name == MPI4PY:
+            return _by_mpi4py(world.comm)
+        if name == ASYNCHRONOUS:
+            return _by_torch_and_wait(group(OURS, world))
+        return by_torch(group(name, world))
+
+    return {name: backend(name) for name in names}
 
 
 def group(name: str, world: World) -> Any:
@@ -75,23 +76,6 @@ def group(name: str, world: World) -> Any:
     if world.backend == name:
         return dist.group.WORLD
     return dist.new_group(backend=plugin.NAME if name == OURS else name)
-
-
-def reducer(name: str, world: World) -> Reducer:
-    """Return the synchronous all-reduce of the backend of this name (collective)."""
-    if name == DEEPSPEED:
-        return deepspeed_kernel.load(world)
-    return functools.partial(dist.all_reduce, group=group(name, world))
-
-
-def _make(name: str, world: World) -> Backend:
-    if name == MPI4PY:
-        return _by_mpi4py(world.comm)
-    if name == DEEPSPEED:
-        return _by_deepspeed(deepspeed_kernel.load(world))
-    if name == ASYNCHRONOUS:
-        return _by_torch_and_wait(group(OURS, world))
-    return by_torch(group(name, world))
 
 
 def by_torch(group: Any) -> Backend:
@@ -104,15 +88,6 @@ def _by_torch_and_wait(group: Any) -> Backend:
         if starts:
             raise NotImplementedError(f"{ASYNCHRONOUS} waits in each call; use {OURS} with --async")
         return lambda: operation.by_torch(group, starts=True).wait()
-
-    return call
-
-
-def _by_deepspeed(kernel: Reducer) -> Backend:
-    def call(operation: MeasuredOperation, starts: bool) -> Callable[[], Any]:
-        if starts or operation.name != "all_reduce" or operation.case.dtype not in deepspeed_kernel.DTYPES:
-            raise NotImplementedError("DeepSpeed's kernel is a synchronous all_reduce of floating-point tensors")
-        return functools.partial(kernel, operation.receive)
 
     return call
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.nn import functional
 
 from mpicomm.bench import timing
-from mpicomm.bench.compared_backends import NOTHING, Reducer
+from mpicomm.bench.compared_backends import NOTHING
 from mpicomm.bench.timing import Bench
 from mpicomm.errors import LaunchError
 from mpicomm.session import World
@@ -23,6 +23,9 @@ ALONE = "one process"
 """The name of the row of a single process, with the whole model."""
 PROMPT, TOKENS = 16, 32
 """Tokens that are read at once, and tokens that are generated one by one."""
+
+Reducer = Callable[[torch.Tensor], object]
+"""Replaces a tensor by the sum of the tensors of all ranks."""
 
 _SEED = 1
 _ROTARY_BASE = 10_000.0
@@ -92,18 +95,20 @@ def measure(
     layers = make_layers(shape, world.rank, world.size, device)
     decoders = {name: Decoder(shape, layers, reducer) for name, reducer in reducers.items()}
     alone = Decoder(shape, make_layers(shape, 0, 1, device), lambda _: None) if world.rank == 0 else None
-    calls = {ALONE: alone.generate if alone else list, **{name: each.generate for name, each in decoders.items()}}
+    calls = {ALONE: alone.generate if alone else list}
+    calls |= {name: decoder.generate for name, decoder in decoders.items()}
     tokens = {name: call() for name, call in calls.items()}
     times = timing.in_turn(bench, calls)
-    found: list[dict[str, list[int]]] = bench.gather(tokens)  # type: ignore[assignment]
-    return [_row(model, name, times[name], found) for name in calls]
+    of_ranks: list[dict[str, list[int]]] = bench.gather(tokens)  # type: ignore[assignment]
+    return [_row(model, name, times[name], of_ranks) for name in calls]
 
 
-def _row(model: str, name: str, times: timing.Times, found: Sequence[Mapping[str, Sequence[int]]]) -> DecodeRow:
+def _row(model: str, name: str, times: timing.Times, tokens: Sequence[Mapping[str, Sequence[int]]]) -> DecodeRow:
     shape = SHAPES[model]
-    expected = found[0][ALONE]
-    ranks = found[:1] if name == ALONE else found
-    differing = sum(one != other for of_rank in ranks for one, other in zip(of_rank[name], expected, strict=True))
+    expected = tokens[0][ALONE]
+    ranks = tokens[:1] if name == ALONE else tokens
+    pairs = [pair for of_rank in ranks for pair in zip(of_rank[name], expected, strict=True)]
+    differing = sum(token != right for token, right in pairs)
     is_split = name != ALONE
     return DecodeRow(
         model=model,
@@ -206,10 +211,10 @@ class Decoder:
     def generate(self) -> list[int]:
         """Read the prompt, and return the most probable next token `TOKENS` times (collective)."""
         prompt = torch.arange(PROMPT, device=self._device)
-        found = [self._next(prompt, 0)]
+        tokens = [self._next(prompt, 0)]
         for position in range(PROMPT, PROMPT + TOKENS - 1):
-            found.append(self._next(found[-1], position))
-        return [int(token) for token in found]
+            tokens.append(self._next(tokens[-1], position))
+        return [int(token) for token in tokens]
 
     def _next(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
         """Return the token after these, the first of which is at this position."""
@@ -228,10 +233,10 @@ class Decoder:
         self._keys[index, :, here] = self._rotated(key, here)
         self._values[index, :, here] = value
         keys, values = (cache[index, :, : here.stop] for cache in (self._keys, self._values))
-        found = functional.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             self._rotated(query, here), keys, values, is_causal=len(x) > 1, enable_gqa=True
         )
-        return functional.linear(found.transpose(0, 1).flatten(1), layer.output)
+        return functional.linear(attended.transpose(0, 1).flatten(1), layer.output)
 
     def _reduced(self, x: torch.Tensor) -> torch.Tensor:
         self._reduce(x)

@@ -41,13 +41,13 @@ def fill(tensor: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
 
 def wrong(tensor: torch.Tensor, rows: Sequence[torch.Tensor]) -> int:
     """Return the number of elements that differ from those that `fill` writes."""
-    found = 0
+    count = 0
     for part, row in zip(tensor.view(len(rows), -1), rows, strict=True):
         expected = row.to(part.device, part.dtype)
         whole = len(part) // len(row) * len(row)
-        found += int((part[:whole].view(-1, len(row)) != expected).sum())
-        found += int((part[whole:] != expected[: len(part) - whole]).sum())
-    return found
+        count += int((part[:whole].view(-1, len(row)) != expected).sum())
+        count += int((part[whole:] != expected[: len(part) - whole]).sum())
+    return count
 
 
 @functools.cache

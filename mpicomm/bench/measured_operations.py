@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,48 +44,76 @@ class Case:
     size: int
 
 
+@dataclasses.dataclass(frozen=True)
+class OperationKind:
+    """The contents of the buffers of an operation, and its calls."""
+
+    name: str
+    by_torch: Callable[..., Any]
+    """Calls torch.distributed; its arguments are the `MeasuredOperation`, `group` and `async_op`."""
+    by_mpi4py: Callable[[MeasuredOperation, Any, Any, Any], Sequence[Any]]
+    """Returns mpi4py's function and its arguments; given the communicator, and both buffers, IN_PLACE for the first."""
+    places: tuple[bool, ...] = (False,)
+    """Supported modes: out of place (False), in place (True), or both."""
+    sends: str = _WHOLE
+    receives: str = _WHOLE
+    reduces: bool = False
+    averages: bool = False
+    from_root: bool = False
+    """Whether only the root has an input."""
+    to_root: bool = False
+    """Whether only the root has a result."""
+    has_data: bool = True
+    transfers: int = 1
+    """How many times the data cross the links between ranks: an all_reduce is a reduce_scatter and an all_gather."""
+    repeats: int = 1
+    """How many times a call runs the operation, one after the other."""
+    source_of: Callable[[int, int], int] = lambda _rank, _size: _ROOT
+    """Returns the only rank whose data a rank receives, unless it receives data of all ranks."""
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the larger buffer has one part for each rank."""
+        return _PARTS in (self.sends, self.receives)
+
+    def count_of(self, case: Case) -> int:
+        """Return the number of elements of the larger buffer."""
+        if not self.has_data:
+            return 0
+        count = max(1, case.nbytes // case.dtype.itemsize)
+        return max(1, count // case.size) * case.size if self.has_parts else count
+
+    def averaged(self) -> OperationKind:
+        """Return the same reduction with AVG in place of SUM."""
+        return dataclasses.replace(self, name=f"{self.name}_avg", averages=True)
+
+
 class MeasuredOperation:
     """An operation on buffers of its own.
 
     Attributes:
         send: The send buffer of this rank.
         receive: The receive buffer; in place the same tensor, or a part of it.
+        source: The only rank whose data this rank receives, unless it receives data of all ranks.
     """
-
-    name: ClassVar[str]
-    places: ClassVar[tuple[bool, ...]] = (False,)
-    """Supported modes: out of place (False), in place (True), or both."""
-    sends: ClassVar[str] = _WHOLE
-    receives: ClassVar[str] = _WHOLE
-    reduces: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
-    from_root: ClassVar[bool] = False
-    """Whether only the root has an input."""
-    to_root: ClassVar[bool] = False
-    """Whether only the root has a result."""
-    repeats: ClassVar[int] = 1
-    """How many times a call runs the operation, one after the other."""
-    source: int = _ROOT
-    """The only rank whose data this rank receives, unless it receives data of all ranks."""
 
     def __init__(self, case: Case) -> None:
         """Allocate the buffers."""
         self.case = case
-        self.rank, self.size = case.rank, case.size
-        self.count = self.count_of(case)
+        self.kind = kind = OPERATIONS[case.name]
+        self.rank: int = case.rank
+        self.size: int = case.size
+        self.source: int = kind.source_of(case.rank, case.size)
+        self.count = kind.count_of(case)
         self.share = self.count // case.size
-        self.send, self.receive = self._buffers()
-
-    @classmethod
-    def has_parts(cls) -> bool:
-        """Return whether the larger buffer has one part for each rank."""
-        return _PARTS in (cls.sends, cls.receives)
-
-    @classmethod
-    def count_of(cls, case: Case) -> int:
-        """Return the number of elements of the larger buffer."""
-        count = max(1, case.nbytes // case.dtype.itemsize)
-        return max(1, count // case.size) * case.size if cls.has_parts() else count
+        if case.in_place:
+            whole = self._allocate(self.count)
+            own = whole[self.rank * self.share :][: self.share]
+            self.send = own if kind.sends == _PART else whole
+            self.receive = own if kind.receives == _PART else whole
+        else:
+            self.send = self._allocate(self.share if kind.sends == _PART else self.count)
+            self.receive = self._allocate(self.share if kind.receives == _PART else self.count)
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +123,29 @@ class MeasuredOperation:
     @property
     def load(self) -> float:
         """Ratio of bus bandwidth to algorithm bandwidth."""
-        return (self.size - 1) / self.size if self.has_parts() else 1.0
+        is_shared = self.kind.has_parts or self.kind.transfers > 1
+        return self.kind.transfers * (self.size - 1) / self.size if is_shared else 1.0
+
+    @property
+    def reduction(self) -> Any:
+        """The operator of torch."""
+        return dist.ReduceOp.AVG if self.kind.averages else dist.ReduceOp.SUM
+
+    @functools.cached_property
+    def send_parts(self) -> list[torch.Tensor] | None:
+        """The parts of the send buffer, which torch takes as a list at the root; None at other ranks."""
+        return list(self.send.split(self.share)) if self.rank == _ROOT else None
+
+    @functools.cached_property
+    def receive_parts(self) -> list[torch.Tensor] | None:
+        """The parts of the receive buffer, which torch takes as a list at the root; None at other ranks."""
+        return list(self.receive.split(self.share)) if self.rank == _ROOT else None
+
+    @property
+    def has_result(self) -> bool:
+        """Whether this rank has a result."""
+        # In pingpong, the last of an odd number of ranks has no partner.
+        return (not self.kind.to_root or self.rank == _ROOT) and self.source < self.size
 
     def prepare(self) -> None:
         """Write the inputs, and fill the receive buffer with a value that no result contains."""
@@ -104,21 +154,16 @@ class MeasuredOperation:
 
     def write_inputs(self) -> None:
         """Write the inputs of this rank."""
-        if not self.from_root or self.rank == _ROOT:
+        if not self.kind.from_root or self.rank == _ROOT:
             known_inputs.fill(self.send, self._sent)
 
     def wrong(self) -> int:
         """Return the number of wrong elements in this rank's result."""
         return known_inputs.wrong(self.receive, self._received()) if self.has_result else 0
 
-    @property
-    def has_result(self) -> bool:
-        """Whether this rank has a result."""
-        return not self.to_root or self.rank == _ROOT
-
     def by_torch(self, group: Any, *, starts: bool = False) -> Any:
         """Run the operation with torch.distributed; with `starts` return its handle without waiting."""
-        return self._by_torch(group=group, async_op=starts)
+        return self.kind.by_torch(self, group=group, async_op=starts)
 
     def by_mpi4py(self, comm: Any) -> Callable[[], Any]:
         """Return the call of mpi4py, with its arguments.
@@ -126,10 +171,10 @@ class MeasuredOperation:
         Raises:
             NotImplementedError: If MPI has no such call, cannot reduce this dtype, or the tensors are not on the CPU.
         """
-        if self.averages:
+        if self.kind.averages:
             raise NotImplementedError("MPI defines no averaging reduction")
         dtype = self.case.dtype
-        datatype = dtypes.arithmetic(dtype) if self.reduces else dtypes.carrier(dtype)
+        datatype = dtypes.arithmetic(dtype) if self.kind.reduces else dtypes.carrier(dtype)
         if datatype is None or self.case.device.type != "cpu":
             raise NotImplementedError
 
@@ -137,257 +182,27 @@ class MeasuredOperation:
             return [mpi.api().memory.fromaddress(tensor.data_ptr(), tensor.nbytes), datatype]
 
         sent = mpi.api().IN_PLACE if self.case.in_place else buffer(self.send)
-        function, *arguments = self._by_mpi4py(comm, sent, buffer(self.receive))
+        function, *arguments = self.kind.by_mpi4py(self, comm, sent, buffer(self.receive))
         return functools.partial(function, *arguments)
 
-    def _by_torch(self, **options: Any) -> Any:
-        raise NotImplementedError
-
-    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
-        """Return the function and its arguments; `sent` is IN_PLACE in place."""
-        raise NotImplementedError
-
     def _received(self) -> Rows:
-        part = self.rank if self.sends == _PARTS else 0
-        if self.reduces:
-            return [known_inputs.summed(part, self.size).double() / (self.size if self.averages else 1)]
-        sources = range(self.size) if self.receives == _PARTS else [self.source]
-        return [self._of(source, part) for source in sources]
+        part = self.rank if self.kind.sends == _PARTS else 0
+        if self.kind.reduces:
+            return [known_inputs.summed(part, self.size).double() / (self.size if self.kind.averages else 1)]
+        sources = range(self.size) if self.kind.receives == _PARTS else [self.source]
+        return [known_inputs.pattern(source, part, self.size) for source in sources]
 
     @functools.cached_property
     def _sent(self) -> Rows:
-        parts = range(self.size if self.sends == _PARTS else 1)
-        return [self._of(self.rank, part).to(self.case.device, self.case.dtype) for part in parts]
-
-    @property
-    def _reduction(self) -> Any:
-        return dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
-
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.case.in_place:
-            whole = self._allocate(self.count)
-            own = whole[self.rank * self.share :][: self.share]
-            return own if self.sends == _PART else whole, own if self.receives == _PART else whole
-        return (
-            self._allocate(self.share if self.sends == _PART else self.count),
-            self._allocate(self.share if self.receives == _PART else self.count),
-        )
+        parts = range(self.size if self.kind.sends == _PARTS else 1)
+        patterns = [known_inputs.pattern(self.rank, part, self.size) for part in parts]
+        return [pattern.to(self.case.device, self.case.dtype) for pattern in patterns]
 
     def _allocate(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=self.case.dtype, device=self.case.device)
 
-    def _of(self, rank: int, part: int) -> torch.Tensor:
-        return known_inputs.pattern(rank, part, self.size)
 
-    def _at_root(self, value: Any) -> Any:
-        return value if self.rank == _ROOT else None
-
-
-class _AllReduce(MeasuredOperation):
-    name = "all_reduce"
-    places = (True,)
-    reduces = True
-
-    @property
-    def load(self) -> float:
-        return 2 * (self.size - 1) / self.size
-
-    def _by_torch(self, **options: Any) -> Any:
-        return dist.all_reduce(self.receive, self._reduction, **options)
-
-    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
-        return comm.Allreduce, sent, received
-
-
-class _AllReduceAverage(_AllReduce):
-    name = "all_reduce_avg"
-    averages = True
-
-
-class _Reduce(MeasuredOperation):
-    name = "reduce"
-    places = (True,)
-    reduces = True
-    to_root = True
-
-    def _by_torch(self, **options: Any) -> Any:
-        return dist.reduce(self.receive, _ROOT, self._reduction, **options)
-
-    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
-        pair = (sent, received) if self.rank == _ROOT else (received, None)
-        return comm.Reduce, *pair, mpi.api().SUM, _ROOT
-
-
-class _ReduceAverage(_Reduce):
-    name = "reduce_avg"
-    averages = True
-
-
-class _Broadcast(MeasuredOperation):
-    name = "broadcast"
-    places = (True,)
-    from_root = True
-
-    def _by_torch(self, **options: Any) -> Any:
-        return dist.broadcast(self.receive, _ROOT, **options)
-
-    def _by_mpi4py(self, comm: Any, _sent: Any, received: Any) -> Sequence[Any]:
-        return comm.Bcast, received, _ROOT
-
-
-class _AllGather(MeasuredOperation):
-    name = "all_gather"
-    places = (False, True)
-    sends, receives = _PART, _PARTS
-
-    def _by_torch(self, **options: Any) -> Any:
-        return _all_gather(self.receive, self.send, **options)
-
-    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
-        return comm.Allgather, sent, received
-
-
-class _ReduceScatter(MeasuredOperation):
-    name = "reduce_scatter"
-    places = (False, True)
-    sends, receives = _PARTS, _PART
-    reduces = True
-
-    def _by_torch(self, **options: Any) -> Any:
-        return _reduce_scatter(self.receive, self.send, self._reduction, **options)
-
-    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
-        if self.case.in_place:  # MPI writes the result to the start of the buffer, torch to the rank's own part
-            raise NotImplementedError
-        return comm.Reduce_scatter_block, sent, received
-
-
-class _ReduceScatterAverage(_ReduceScatter):
-    name = "reduce_scatter_avg"
-    averages = True
-
-
-class _AllToAll(MeasuredOperation):
-    name = "all_to_all"
-    sends = receives = _PARTS
-
-    def _by_torch(self, **options: Any) -> Any:
-        return dist.all_to_all_single(self.receive, self.send, **options)
-
-    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
-        return comm.Alltoall, sent, received
-
-
-class _Gather(MeasuredOperation):
-    name = "gather"
-    sends, receives = _PART, _PARTS
-    to_root = True
-
-    @functools.cached_property
-    def _outputs(self) -> Any:
-        return self._at_root(list(self.receive.split(self.share)))
-
-    def _by_torch(self, **options: Any) -> Any:
-        return dist.gather(self.send, self._outputs, _ROOT, **options)
-
-    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
-        return comm.Gather, sent, self._at_root(received), _ROOT
-
-
-class _Scatter(MeasuredOperation):
-    name = "scatter"
-    sends, receives = _PARTS, _PART
-    from_root = True
-
-    @functools.cached_property
-    def _inputs(self) -> Any:
-        return self._at_root(list(self.send.split(self.share)))
-
-    def _by_torch(self, **options: Any) -> Any:
-        return dist.scatter(self.receive, self._inputs, _ROOT, **options)
-
-    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
-        return comm.Scatter, self._at_root(sent), received, _ROOT
-
-
-class _SendReceive(MeasuredOperation):
-    """Each rank sends to the next rank of a ring and receives from the previous one."""
-
-    name = "sendrecv"
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self._next, self.source = (case.rank + 1) % case.size, (case.rank - 1) % case.size
-
-    def _by_torch(self, **options: Any) -> Any:
-        # As a batch, since NCCL executes messages in the order of the calls, and all ranks would send first.
-        pair = [
-            dist.P2POp(dist.isend, self.send, self._next, options["group"]),
-            dist.P2POp(dist.irecv, self.receive, self.source, options["group"]),
-        ]
-        both = _All(dist.batch_isend_irecv(pair))
-        return both if options["async_op"] else both.wait()
-
-    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
-        return comm.Sendrecv, sent, self._next, 0, received, self.source, 0
-
-
-class _PingPong(MeasuredOperation):
-    """Each even rank sends to the next rank, which answers; the latency is half the round trip."""
-
-    name = "pingpong"
-    repeats = 2
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.source = case.rank ^ 1
-        self._is_first = case.rank % 2 == 0
-
-    @property
-    def has_result(self) -> bool:
-        return self.source < self.size  # the last of an odd number of ranks has no partner
-
-    def _by_torch(self, **options: Any) -> Any:
-        if not self.has_result:
-            return _All([])
-        group = options["group"]
-        if options["async_op"]:
-            send = functools.partial(dist.isend, self.send, self.source, group)
-            receive = functools.partial(dist.irecv, self.receive, self.source, group)
-            return _All([send(), receive()]) if self._is_first else _Answer(receive(), send)
-        steps = [(dist.send, self.send), (dist.recv, self.receive)]
-        for function, tensor in steps if self._is_first else reversed(steps):
-            function(tensor, self.source, group)
-        return None
-
-    def _by_mpi4py(self, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
-        def exchange() -> None:
-            comm.Send(sent, self.source)
-            comm.Recv(received, self.source)
-
-        def answer() -> None:
-            comm.Recv(received, self.source)
-            comm.Send(sent, self.source)
-
-        if not self.has_result:
-            return (lambda: None,)
-        return (exchange if self._is_first else answer,)
-
-
-class _Barrier(MeasuredOperation):
-    """It has no data, and therefore no wrong elements."""
-
-    name = "barrier"
-
-    @classmethod
-    def count_of(cls, case: Case) -> int:  # noqa: ARG003  the number of elements is the same in all cases
-        return 0
-
-    def _by_torch(self, **options: Any) -> Any:
-        return dist.barrier(**options)
-
-    def _by_mpi4py(self, comm: Any, _sent: Any, _received: Any) -> Sequence[Any]:
-        return (comm.Barrier,)
+# -- calls of more than one function -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,20 +226,128 @@ class _Answer:
         self.send().wait()
 
 
-_KINDS: tuple[type[MeasuredOperation], ...] = (
-    _AllReduce,
-    _AllReduceAverage,
-    _Reduce,
-    _ReduceAverage,
-    _Broadcast,
-    _AllGather,
-    _ReduceScatter,
-    _ReduceScatterAverage,
-    _AllToAll,
-    _Gather,
-    _Scatter,
-    _SendReceive,
-    _PingPong,
-    _Barrier,
-)
-OPERATIONS = {each.name: each for each in _KINDS}
+def _reduce_by_mpi4py(operation: MeasuredOperation, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+    pair = (sent, received) if operation.rank == _ROOT else (received, None)
+    return comm.Reduce, *pair, mpi.api().SUM, _ROOT
+
+
+def _reduce_scatter_by_mpi4py(operation: MeasuredOperation, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+    if operation.case.in_place:  # MPI writes the result to the start of the buffer, torch to the rank's own part
+        raise NotImplementedError
+    return comm.Reduce_scatter_block, sent, received
+
+
+def _send_to_next(operation: MeasuredOperation, *, group: Any, async_op: bool) -> Any:
+    """Send to the next rank of a ring, and receive from the previous one."""
+    # As a batch, since NCCL executes messages in the order of the calls, and all ranks would send first.
+    pair = [
+        dist.P2POp(dist.isend, operation.send, (operation.rank + 1) % operation.size, group),
+        dist.P2POp(dist.irecv, operation.receive, operation.source, group),
+    ]
+    both = _All(dist.batch_isend_irecv(pair))
+    return both if async_op else both.wait()
+
+
+def _ping_pong(operation: MeasuredOperation, *, group: Any, async_op: bool) -> Any:
+    """Each even rank sends to the next rank, which answers; the latency is half the round trip."""
+    if not operation.has_result:
+        return _All([])
+    is_first, partner = operation.rank % 2 == 0, operation.source
+    if async_op:
+        send = functools.partial(dist.isend, operation.send, partner, group)
+        receive = functools.partial(dist.irecv, operation.receive, partner, group)
+        return _All([send(), receive()]) if is_first else _Answer(receive(), send)
+    steps = [(dist.send, operation.send), (dist.recv, operation.receive)]
+    for function, tensor in steps if is_first else reversed(steps):
+        function(tensor, partner, group)
+    return None
+
+
+def _ping_pong_by_mpi4py(operation: MeasuredOperation, comm: Any, sent: Any, received: Any) -> Sequence[Any]:
+    steps = [(comm.Send, sent), (comm.Recv, received)]
+    if operation.rank % 2:
+        steps.reverse()
+
+    def exchange() -> None:
+        for function, buffer in steps:
+            function(buffer, operation.source)
+
+    return (exchange if operation.has_result else lambda: None,)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+_ALL_REDUCE = OperationKind(
+    "all_reduce",
+    lambda operation, **options: dist.all_reduce(operation.receive, operation.reduction, **options),
+    lambda _operation, comm, sent, received: (comm.Allreduce, sent, received),
+    places=(True,), reduces=True, transfers=2,
+)  # fmt: skip
+_REDUCE = OperationKind(
+    "reduce",
+    lambda operation, **options: dist.reduce(operation.receive, _ROOT, operation.reduction, **options),
+    _reduce_by_mpi4py,
+    places=(True,), reduces=True, to_root=True,
+)  # fmt: skip
+_REDUCE_SCATTER = OperationKind(
+    "reduce_scatter",
+    lambda operation, **options: _reduce_scatter(operation.receive, operation.send, operation.reduction, **options),
+    _reduce_scatter_by_mpi4py,
+    places=(False, True), sends=_PARTS, receives=_PART, reduces=True,
+)  # fmt: skip
+_KINDS = (
+    _ALL_REDUCE,
+    _ALL_REDUCE.averaged(),
+    _REDUCE,
+    _REDUCE.averaged(),
+    OperationKind(
+        "broadcast",
+        lambda operation, **options: dist.broadcast(operation.receive, _ROOT, **options),
+        lambda _operation, comm, _sent, received: (comm.Bcast, received, _ROOT),
+        places=(True,), from_root=True,
+    ),
+    OperationKind(
+        "all_gather",
+        lambda operation, **options: _all_gather(operation.receive, operation.send, **options),
+        lambda _operation, comm, sent, received: (comm.Allgather, sent, received),
+        places=(False, True), sends=_PART, receives=_PARTS,
+    ),
+    _REDUCE_SCATTER,
+    _REDUCE_SCATTER.averaged(),
+    OperationKind(
+        "all_to_all",
+        lambda operation, **options: dist.all_to_all_single(operation.receive, operation.send, **options),
+        lambda _operation, comm, sent, received: (comm.Alltoall, sent, received),
+        sends=_PARTS, receives=_PARTS,
+    ),
+    OperationKind(
+        "gather",
+        lambda operation, **options: dist.gather(operation.send, operation.receive_parts, _ROOT, **options),
+        lambda operation, comm, sent, received: (comm.Gather, sent, received if operation.has_result else None, _ROOT),
+        sends=_PART, receives=_PARTS, to_root=True,
+    ),
+    OperationKind(
+        "scatter",
+        lambda operation, **options: dist.scatter(operation.receive, operation.send_parts, _ROOT, **options),
+        lambda operation, comm, sent, received: (
+            comm.Scatter, sent if operation.rank == _ROOT else None, received, _ROOT),
+        sends=_PARTS, receives=_PART, from_root=True,
+    ),
+    OperationKind(
+        "sendrecv",
+        _send_to_next,
+        lambda operation, comm, sent, received: (
+            comm.Sendrecv, sent, (operation.rank + 1) % operation.size, 0, received, operation.source, 0),
+        source_of=lambda rank, size: (rank - 1) % size,
+    ),
+    OperationKind(
+        "pingpong", _ping_pong, _ping_pong_by_mpi4py, repeats=2, source_of=lambda rank, _size: rank ^ 1,
+    ),
+    OperationKind(
+        "barrier",
+        lambda _operation, **options: dist.barrier(**options),
+        lambda _operation, comm, _sent, _received: (comm.Barrier,),
+        has_data=False,
+    ),
+)  # fmt: skip
+OPERATIONS = {kind.name: kind for kind in _KINDS}

@@ -54,7 +54,7 @@ class SweepRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SweepResults:
     """Results, and the cases that backends rejected."""
 
     rows: list[SweepRow] = dataclasses.field(default_factory=list)
@@ -74,13 +74,13 @@ def cases(
         device: The device of the buffers.
         world: The ranks.
     """
-    found: dict[Any, Case] = {}
+    distinct: dict[Any, Case] = {}
     for name, dtype in itertools.product(operations, types):
         for in_place, nbytes in itertools.product(OPERATIONS[name].places, sizes):
             case = Case(name, nbytes, dtype, device, in_place, world.rank, world.size)
             # Several small sizes may round to one element per rank.
-            found[name, dtype, in_place, OPERATIONS[name].count_of(case)] = case
-    return list(found.values())
+            distinct[name, dtype, in_place, OPERATIONS[name].count_of(case)] = case
+    return list(distinct.values())
 
 
 def measure(
@@ -90,7 +90,7 @@ def measure(
     *,
     asynchronous: bool = False,
     rewrites: bool = True,
-) -> Found:
+) -> SweepResults:
     """Measure each case with each backend that supports it (collective).
 
     Args:
@@ -101,20 +101,20 @@ def measure(
             synchronously.
         rewrites: Write the inputs again before each timed call.
     """
-    found = Found()
+    results = SweepResults()
     for case in each_case:
         operation, why = _allocated(case)
-        if reasons := [each for each in bench.gather(why) if each]:
-            found.refusals[f"{case.name}, {dtypes.short(case.dtype)}, {case.nbytes} B"] = str(reasons[0])
+        if reasons := [reason for reason in bench.gather(why) if reason]:
+            results.refusals[f"{case.name}, {dtypes.short(case.dtype)}, {case.nbytes} B"] = str(reasons[0])
         elif operation is not None:
-            _measure(operation, backends, bench, found, asynchronous=asynchronous, rewrites=rewrites)
-    return found
+            _measure(operation, backends, bench, results, asynchronous=asynchronous, rewrites=rewrites)
+    return results
 
 
 def _allocated(case: Case) -> tuple[MeasuredOperation | None, str]:
     """Return the operation with its buffers, or the reason why they cannot be allocated."""
     try:
-        return OPERATIONS[case.name](case), ""
+        return MeasuredOperation(case), ""
     except (RuntimeError, MemoryError) as error:
         return None, _first_line(error)
 
@@ -123,7 +123,7 @@ def _measure(
     operation: MeasuredOperation,
     backends: Mapping[str, Backend],
     bench: Bench,
-    found: Found,
+    results: SweepResults,
     *,
     asynchronous: bool,
     rewrites: bool,
@@ -137,12 +137,12 @@ def _measure(
             calls[name], wrong[name] = _tried(operation, backend, bench, asynchronous=asynchronous)
         except NotImplementedError as error:
             place = "in place" if case.in_place else "out of place"
-            found.refusals[f"{case.name}, {dtypes.short(case.dtype)}, {place}, {name}"] = str(error)
+            results.refusals[f"{case.name}, {dtypes.short(case.dtype)}, {place}, {name}"] = str(error)
     # 2. time them in turn
     _write_zeros(operation)
     before = operation.write_inputs if rewrites else None
     timed = {name: Timed(call, before) for name, call in calls.items()}
-    times = timing.in_turn(bench, timed, each=case.device.type == "cpu")
+    times = timing.in_turn(bench, timed, times_calls=case.device.type == "cpu")
     # 3. check them again, and measure the overlap on zeros
     for name, call in calls.items():
         wrong[name] += _wrong_after(operation, call, bench)
@@ -151,7 +151,7 @@ def _measure(
         if asynchronous:
             compute = overlap.multiplications(case.device)
             hidden = overlap.measure(bench, backends[name](operation, True), compute).percent
-        found.rows.append(_row(operation, name, times[name], wrong[name], hidden))
+        results.rows.append(_row(operation, name, times[name], wrong[name], hidden))
 
 
 def _tried(operation: MeasuredOperation, backend: Backend, bench: Bench, *, asynchronous: bool) -> tuple[Call, int]:
@@ -200,18 +200,18 @@ def _waiting(start: Callable[[], Any]) -> Call:
 
 
 def _row(operation: MeasuredOperation, backend: str, times: timing.Times, wrong: int, hidden: float | None) -> SweepRow:
-    us = times.least / operation.repeats
+    us = times.least / operation.kind.repeats
     algbw = operation.nbytes / us / 1e3
     return SweepRow(
-        operation=operation.name,
+        operation=operation.case.name,
         dtype=dtypes.short(operation.case.dtype),
         in_place=operation.case.in_place,
         nbytes=operation.nbytes,
         count=operation.count,
         backend=backend,
         us=round(us, 3),
-        us_median=round(times.median / operation.repeats, 3),
-        us_p99=None if times.p99 is None else round(times.p99 / operation.repeats, 3),
+        us_median=round(times.median / operation.kind.repeats, 3),
+        us_p99=None if times.p99 is None else round(times.p99 / operation.kind.repeats, 3),
         algbw=float(f"{algbw:.4g}"),
         busbw=float(f"{algbw * operation.load:.4g}"),
         wrong=wrong,

@@ -79,39 +79,39 @@ def on_ranks_of(world: World, rounds: int, *, device: str = "cpu", seconds: floa
     return Bench(all_gather_object, synchronize, settle, rounds, seconds)
 
 
-def in_turn(bench: Bench, calls: Mapping[str, Call | Timed], *, each: bool = True) -> dict[str, Times]:
+def in_turn(bench: Bench, calls: Mapping[str, Call | Timed], *, times_calls: bool = True) -> dict[str, Times]:
     """Return the duration of each call (collective).
 
     Args:
         bench: The functions for timing.
         calls: The calls by name.
-        each: Time every call; if False only whole rounds, for calls that return before their work completes, or that
-            take less than a microsecond.
+        times_calls: Time every call; if False only whole rounds, for calls that return before their work completes, or
+            that take less than a microsecond.
     """
     timed = {name: call if isinstance(call, Timed) else Timed(call) for name, call in calls.items()}
-    numbers = {name: _number(bench, call, each=each) for name, call in timed.items()}
+    numbers = {name: _number(bench, call, times_calls=times_calls) for name, call in timed.items()}
     samples: dict[str, list[numpy.ndarray]] = {name: [] for name in timed}
     for _ in range(bench.rounds):
         for name, call in timed.items():
-            samples[name].append(_round(bench, call, numbers[name], each=each))
-    return {name: _of_all_ranks(bench, rounds, each=each) for name, rounds in samples.items()}
+            samples[name].append(_round(bench, call, numbers[name], times_calls=times_calls))
+    return {name: _of_all_ranks(bench, rounds, times_calls=times_calls) for name, rounds in samples.items()}
 
 
-def _number(bench: Bench, timed: Timed, *, each: bool) -> int:
+def _number(bench: Bench, timed: Timed, *, times_calls: bool) -> int:
     """Return the number of calls per round, the same on every rank."""
-    _round(bench, timed, _WARM_UP, each=each)
+    _round(bench, timed, _WARM_UP, times_calls=times_calls)
     start = time.perf_counter()
-    _round(bench, timed, _WARM_UP, each=each)
+    _round(bench, timed, _WARM_UP, times_calls=times_calls)
     slowest = max(map(float, bench.gather(time.perf_counter() - start))) / _WARM_UP  # type: ignore[arg-type]
     return round(min(max(bench.seconds / max(slowest, 1e-9), _FEWEST), _MOST))
 
 
-def _round(bench: Bench, timed: Timed, number: int, *, each: bool) -> numpy.ndarray:
+def _round(bench: Bench, timed: Timed, number: int, *, times_calls: bool) -> numpy.ndarray:
     """Return the duration of each of `number` calls, in nanoseconds."""
     if timed.before_round is not None:
         timed.before_round()
     if timed.before_each is None:
-        return _in_a_row(bench, timed.call, number) if each else _together(bench, timed.call, number)
+        return _in_a_row(bench, timed.call, number) if times_calls else _together(bench, timed.call, number)
     return _one_by_one(bench, timed.call, timed.before_each, number)
 
 
@@ -140,7 +140,7 @@ def _together(bench: Bench, call: Call, number: int) -> numpy.ndarray:
 
 
 def _one_by_one(bench: Bench, call: Call, before: Call, number: int) -> numpy.ndarray:
-    found = [0] * number
+    durations = [0] * number
     now, synchronize, settle = time.perf_counter_ns, bench.synchronize, bench.settle
     for index in range(number):
         before()
@@ -149,13 +149,13 @@ def _one_by_one(bench: Bench, call: Call, before: Call, number: int) -> numpy.nd
         start = now()
         call()
         settle()
-        found[index] = now() - start
-    return numpy.array(found)
+        durations[index] = now() - start
+    return numpy.array(durations)
 
 
-def _of_all_ranks(bench: Bench, rounds: Sequence[numpy.ndarray], *, each: bool) -> Times:
+def _of_all_ranks(bench: Bench, rounds: Sequence[numpy.ndarray], *, times_calls: bool) -> Times:
     means = [float(durations.mean()) for durations in rounds]
     p99 = float(numpy.percentile(numpy.concatenate(rounds), 99))
     gathered: list[tuple[list[float], float]] = bench.gather((means, p99))  # type: ignore[assignment]
     slowest = [max(of_ranks) / 1e3 for of_ranks in zip(*[means for means, _ in gathered], strict=True)]
-    return Times(tuple(slowest), max(p99 for _, p99 in gathered) / 1e3 if each else None)
+    return Times(tuple(slowest), max(p99 for _, p99 in gathered) / 1e3 if times_calls else None)

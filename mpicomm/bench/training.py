@@ -70,7 +70,7 @@ def _rows(
         whole = times[name].least / 1e3
         yield ModelRow(
             model=model,
-            parameters=sum(each.numel() for each in alone.parameters()),
+            parameters=sum(parameter.numel() for parameter in alone.parameters()),
             strategy=strategy,
             backend=name,
             ms=round(whole, 4),
@@ -115,4 +115,4 @@ def _batches(width: int, device: torch.device) -> Iterator[Sequence[torch.Tensor
     loader = DataLoader(data, _BATCH, shuffle=True, drop_last=True)
     while True:
         for batch in loader:
-            yield [each.to(device) for each in batch]
+            yield [tensor.to(device) for tensor in batch]

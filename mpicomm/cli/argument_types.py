@@ -22,10 +22,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse the arguments; exit with status 2 if one of them is unknown."""
         self.line = tuple(self.translate(sys.argv[1:] if args is None else args))
-        found, unknown = super().parse_known_args(self.line, namespace)
+        parsed, unknown = super().parse_known_args(self.line, namespace)
         if unknown:
             self.error(self.unknown_arguments(unknown))
-        return found, unknown
+        return parsed, unknown
 
     def unknown_arguments(self, words: Sequence[str]) -> str:
         """Return the error message for unknown arguments."""
@@ -39,11 +39,6 @@ def count(text: str) -> int:
     return int(text)
 
 
-def counts(text: str) -> tuple[int, ...]:
-    """Parse positive integers separated by commas."""
-    return tuple(count(each) for each in text.split(","))
-
-
 def png(text: str) -> Path:
     """Parse the path of a PNG file to write."""
     path = Path(text)
@@ -52,18 +47,18 @@ def png(text: str) -> Path:
     return path
 
 
-def among(what: str, known: Sequence[str]) -> Callable[[str], list[str]]:
+def among(noun: str, known: Sequence[str]) -> Callable[[str], list[str]]:
     """Return a parser of known words separated by commas; "all" stands for all of them.
 
     Args:
-        what: What a word names, for messages.
+        noun: What a word names, for messages.
     """
 
     def words(text: str) -> list[str]:
-        found = list(known) if text == "all" else text.split(",")
-        if unknown := [word for word in found if word not in known]:
-            raise argparse.ArgumentTypeError(f"unknown {what} {unknown[0]}; expected one of {', '.join(known)}")
-        return found
+        chosen = list(known) if text == "all" else text.split(",")
+        if unknown := [word for word in chosen if word not in known]:
+            raise argparse.ArgumentTypeError(f"unknown {noun} {unknown[0]}; expected one of {', '.join(known)}")
+        return chosen
 
     return words
 

@@ -1,16 +1,33 @@
-"""The arguments of `mpicomm bench` and of its subcommands."""
+"""`mpicomm bench`: measures on the ranks of a job, which it starts if there is none; prints tables and writes files."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import itertools
+import os
 import re
-from collections.abc import Sequence
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpicomm.cli import benchmark_runs
-from mpicomm.cli.argument_types import among, count, counts, png
-from mpicomm.cli.benchmark_runs import Benchmark
+from rich.progress import Progress
+from rich.table import Table
+
+from mpicomm import terminal
+from mpicomm.cli import launch_plan
+from mpicomm.cli.argument_types import among, check_writable, count, png
+from mpicomm.cli.console import FAILED, console, failed
+from mpicomm.errors import LaunchError, MPINotFoundError
+from mpicomm.launch import detect
+from mpicomm.launch.request import Request
+from mpicomm.reports import benchmarks, plots, result_files
+
+if TYPE_CHECKING:
+    from mpicomm.session import World
 
 _OPERATIONS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "sendrecv",
@@ -37,22 +54,125 @@ _OF_DECODING = """\
 Decode tokens with a small random Llama-like model in float32, whose layers are split over the ranks (tensor
 parallelism): an all_reduce after attention and one after the MLP of each layer. Each backend and a single process with
 the whole model run in turn, with one thread per process; their tokens are compared."""
-_OF_STARTUP = """\
-Start ranks repeatedly, and measure the time from the command to the end of the first all_reduce, step by step, and that
-of torchrun with Gloo for comparison. In a Slurm allocation all of its nodes are used."""
+_ERRORS = (LaunchError, MPINotFoundError, OSError, ValueError, ImportError)
+
+T = TypeVar("T")
+Values = dict[str, Any]
+"""The results of a benchmark, as in its JSON file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """A benchmark, and how its results are shown."""
+
+    command: str
+    """The command, for messages."""
+    quantity: str
+    """The measured quantity and its unit, for the JSON file."""
+    measure: Callable[..., Values]
+    tables: Callable[[argparse.Namespace, Values], list[Table]]
+    backends: tuple[str, ...]
+    """The backends that it can compare."""
+
+
+# -- the benchmarks ----------------------------------------------------------------------------------------------------
+
+
+def _measure_operations(
+    arguments: argparse.Namespace, world: World, names: list[str], device: Any, bench: Any
+) -> Values:
+    import torch
+
+    from mpicomm.bench import compared_backends, sweep
+
+    backends = compared_backends.make(names, world)
+    types = [getattr(torch, name) for name in arguments.dtype]
+    cases = sweep.cases(arguments.op, arguments.size, types, device, world)
+    measured = sweep.measure(
+        _progress(world.rank, cases),
+        backends,
+        bench,
+        asynchronous=arguments.starts,
+        rewrites=not arguments.reuses_inputs,
+    )
+    return {
+        "inputs": sweep.ZEROS if arguments.reuses_inputs else sweep.REWRITTEN,
+        "rows": [dataclasses.asdict(row) for row in measured.rows],
+        "refused": measured.refusals,
+    }
+
+
+def _operation_tables(arguments: argparse.Namespace, results: Values) -> list[Table]:
+    before = [] if arguments.compare is None else result_files.read_operations(arguments.compare)
+    return benchmarks.operation_tables(results["rows"], before)
+
+
+_BENCH = Benchmark(
+    "bench",
+    "microseconds of the slowest rank, the mean of the fastest round; bandwidths in GB/s",
+    _measure_operations,
+    _operation_tables,
+    ("mpi", "gloo", "nccl", "mpi4py", "mpi-async"),
+)
+
+
+def _measure_steps(arguments: argparse.Namespace, world: World, names: list[str], device: Any, bench: Any) -> Values:
+    import torch
+
+    from mpicomm.bench import compared_backends, training
+
+    groups = {name: compared_backends.group(name, world) for name in names}
+    torch.set_num_threads(1)  # leave a core to communication in the background
+    cases = list(itertools.product(arguments.model, arguments.strategy))
+    rows = training.measure(_progress(world.rank, cases), groups, bench, device)
+    return {"rows": [dataclasses.asdict(row) for row in rows]}
+
+
+_BENCH_DDP = Benchmark(
+    "bench ddp",
+    "milliseconds of a step of the slowest rank, the mean of the fastest round",
+    _measure_steps,
+    lambda _, results: [benchmarks.step_table(results["rows"])],
+    ("mpi", "gloo", "nccl", "none"),
+)
+
+
+def _measure_decoding(arguments: argparse.Namespace, world: World, names: list[str], device: Any, bench: Any) -> Values:
+    import torch
+    import torch.distributed as dist
+
+    from mpicomm.bench import compared_backends, decode
+
+    torch.set_num_threads(1)  # of each rank, and of the process that decodes alone
+    groups = {name: compared_backends.group(name, world) for name in names}
+    reducers = {name: functools.partial(dist.all_reduce, group=group) for name, group in groups.items()}
+    models = _progress(world.rank, arguments.model)
+    rows = [row for model in models for row in decode.measure(model, reducers, world, bench, device)]
+    return {"tokens": decode.TOKENS, "rows": [dataclasses.asdict(row) for row in rows]}
+
+
+_BENCH_DECODE = Benchmark(
+    "bench decode",
+    "tokens per second of the fastest round; the model is split over the ranks, or whole on one of them",
+    _measure_decoding,
+    lambda _, results: [benchmarks.decode_table(results["rows"])],
+    ("mpi", "gloo", "none"),
+)
+
+
+# -- the arguments -----------------------------------------------------------------------------------------------------
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure operations, training steps and startup",
+        help="measure operations, training steps and decoding",
         description=_OF_OPERATIONS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_list(parser, "--op", "operation", _OPERATIONS, ["all_reduce"])
-    _add_ranks(parser, benchmark_runs.OPERATIONS, "; mpi-async (each call is asynchronous, then awaited) "
-        "and deepspeed (its shared-memory all_reduce, compiled on first use) only if named")  # fmt: skip
+    _add_ranks(parser, _BENCH, "; mpi-async (each call is asynchronous, then awaited) only if named")
     parser.add_argument(
         "--size", metavar="A:B", type=_sizes, default=_sizes("4:64Mi"),
         help=f"bytes, from A to B in steps of factor {_STEP}, or a list: 4,1Ki,64Mi (default: 4:64Mi)",
@@ -66,38 +186,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--csv", metavar="F", type=Path, help="write the results to this CSV file")
     parser.add_argument("--plot", metavar="F.png", type=png, help="plot the results to this file (needs matplotlib)")
     parser.add_argument("--compare", metavar="OLD.json", type=Path, help="compare with the JSON file of another run")
-    others = parser.add_subparsers(title="other measurements", metavar="ddp|decode|startup")
+    others = parser.add_subparsers(title="other measurements", metavar="ddp|decode")
     _add_steps(others)
     _add_decoding(others)
-    _add_startup(others)
 
 
 def _add_steps(others: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = others.add_parser("ddp", help="training steps", description=_OF_STEPS)
     _add_list(parser, "--model", "model", _MODELS, list(_MODELS))
     _add_list(parser, "--strategy", "strategy", _STRATEGIES, ["ddp"])
-    _add_ranks(parser, benchmark_runs.STEPS, "; none is a no-op, a lower bound")
+    _add_ranks(parser, _BENCH_DDP, "; none is a no-op, a lower bound")
     parser.set_defaults(csv=None, plot=None, compare=None)
 
 
 def _add_decoding(others: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = others.add_parser("decode", help="tensor-parallel inference", description=_OF_DECODING)
     _add_list(parser, "--model", "model", _DECODERS, list(_DECODERS))
-    _add_ranks(parser, benchmark_runs.DECODING, "; none is a no-op, an upper bound; deepspeed only if named")
+    _add_ranks(parser, _BENCH_DECODE, "; none is a no-op, an upper bound")
     parser.set_defaults(csv=None, plot=None, compare=None)
-
-
-def _add_startup(others: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    what = "time from the command to the end of the first all_reduce"
-    parser = others.add_parser("startup", help=what, description=_OF_STARTUP)
-    parser.add_argument(
-        "--ranks", metavar="1,2,4", type=counts, default=(1, 2, 4), help="numbers of ranks (default: 1,2,4)"
-    )
-    _add_rounds_and_json(parser, 3, "starts of each, in turn")
-    parser.add_argument(
-        "--limit", metavar="S", type=count, default=300, help="seconds until a timeout (default: %(default)s)"
-    )
-    parser.set_defaults(run=benchmark_runs.run_startup, csv=None, plot=None, compare=None)
 
 
 def _add_ranks(parser: argparse.ArgumentParser, benchmark: Benchmark, note: str = "") -> None:
@@ -107,19 +213,18 @@ def _add_ranks(parser: argparse.ArgumentParser, benchmark: Benchmark, note: str 
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: %(default)s)"
     )
     parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="ranks to start, outside mpirun and srun")
-    _add_rounds_and_json(parser, 7, "rounds, in each of which the backends run in turn")
-    parser.set_defaults(run=functools.partial(benchmark_runs.run_on_ranks, benchmark))
-
-
-def _add_rounds_and_json(parser: argparse.ArgumentParser, default: int, what: str) -> None:
-    parser.add_argument("--rounds", metavar="R", type=count, default=default, help=f"{what} (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", metavar="R", type=count, default=7,
+        help="rounds, in each of which the backends run in turn (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
+    parser.set_defaults(run=functools.partial(run, benchmark))
 
 
 def _add_list(
     parser: argparse.ArgumentParser,
     option: str,
-    what: str,
+    noun: str,
     known: Sequence[str],
     default: list[str] | None,
     note: str = "",
@@ -128,7 +233,7 @@ def _add_list(
     shown = "all available" if default is None else ",".join(default)
     every = "" if default is None else "all, or "
     parser.add_argument(
-        option, metavar=f"{what.upper()},...", type=among(what, known), default=default,
+        option, metavar=f"{noun.upper()},...", type=among(noun, known), default=default,
         help=f"{every}a list of {', '.join(known)}{note} (default: {shown})",
     )  # fmt: skip
 
@@ -140,11 +245,11 @@ def _sizes(text: str) -> list[int]:
     size, largest = _size(first), _size(last)
     if size > largest:
         raise argparse.ArgumentTypeError(f"{text}: the first size is larger than the last; put the smaller size first")
-    found = []
+    sizes = []
     while size <= largest:
-        found.append(size)
+        sizes.append(size)
         size *= _STEP
-    return found
+    return sizes
 
 
 def _size(text: str) -> int:
@@ -152,3 +257,73 @@ def _size(text: str) -> int:
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of bytes, for example 4, 1Ki, 64Mi or 1Gi")
     return int(match[1]) * _FACTORS[match[2]]
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
+    """Measure on the ranks of this job, or run this command in ranks that measure; return the exit status."""
+    # 1. start the ranks
+    try:
+        if detect.guess_rank(os.environ) == 0:  # rank 0, or the process that starts the ranks
+            _check_files(arguments)
+        if detect.detect(os.environ).is_plain:
+            program = (sys.executable, "-m", "mpicomm", *sys.argv[1:])
+            start = launch_plan.build(Request(program, arguments.ranks), os.environ)
+            return launch_plan.execute(start, "bench").status
+    except _ERRORS as error:
+        return failed(benchmark.command, error)
+    from mpicomm import runtime
+    from mpicomm.bench import compared_backends, timing
+
+    with runtime.bootstrap() as world:
+        # 2. measure
+        bench = timing.on_ranks_of(world, arguments.rounds, device=arguments.device)
+        head = {"ranks": world.size, "nodes": world.num_nodes, "device": arguments.device, "rounds": arguments.rounds}
+        try:
+            names, device = compared_backends.select(arguments.backend, benchmark.backends, arguments.device, world)
+            results = head | benchmark.measure(arguments, world, names, device, bench)
+        except LaunchError as error:  # the same on every rank
+            return failed(benchmark.command, error) if world.rank == 0 else FAILED
+        # 3. print and write the results
+        return _report(benchmark, arguments, results) if world.rank == 0 else 0
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Check the files and matplotlib before the measurement."""
+    if arguments.plot is not None:
+        plots.new_figure((1.0, 1.0))
+    for path in filter(None, (arguments.json, arguments.csv, arguments.plot)):
+        check_writable(path)
+    if arguments.compare is not None:
+        result_files.read_operations(arguments.compare)
+
+
+def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values) -> int:
+    """Print the tables, write the files, and return the exit status."""
+    try:
+        for table in benchmark.tables(arguments, results):
+            console().print(table)
+        for case, reason in results.get("refused", {}).items():
+            print(f"{case}: {reason}")
+        if "inputs" in results:
+            print(f"inputs: {results['inputs']}")
+        if arguments.json is not None:
+            from mpicomm import job_info
+
+            head = job_info.description(benchmark.quantity, shlex.join(["mpicomm", *sys.argv[1:]]))
+            result_files.write(arguments.json, head | results)
+        if arguments.csv is not None:
+            result_files.write_csv(arguments.csv, results["rows"])
+        if arguments.plot is not None:
+            plots.save(benchmarks.draw(results["rows"]), arguments.plot)
+    except OSError as error:
+        return failed(benchmark.command, error)
+    return 0
+
+
+def _progress(rank: int, cases: Sequence[T]) -> Iterator[T]:
+    """Yield the cases, and show a progress bar on rank 0's terminal."""
+    with Progress(console=console(sys.stderr), disable=rank != 0 or terminal.columns(sys.stderr) is None) as bar:
+        yield from bar.track(cases, description="measuring")

@@ -124,9 +124,9 @@ def _descendants() -> list[int]:
             state, parent, _group, session, *_ = path.read_text().rpartition(")")[2].split()
             if state not in ("Z", "X") and int(session) != own_session:
                 children.setdefault(int(parent), []).append(int(path.parent.name))
-    found, left = [], [os.getpid()]
+    descendants, left = [], [os.getpid()]
     while left:
         below = children.get(left.pop(), [])
-        found += below
+        descendants += below
         left += below
-    return found
+    return descendants

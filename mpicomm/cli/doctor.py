@@ -16,12 +16,13 @@ from rich.text import Text
 
 from mpicomm import terminal
 from mpicomm.cli.console import console, print_json
+from mpicomm.doctor import findings
+from mpicomm.doctor.findings import Finding
 from mpicomm.errors import LaunchError, MpicommError
 from mpicomm.launch import detect
 from mpicomm.watchdog import hang_report
 
-if TYPE_CHECKING:  # `mpicomm run` must not import the checks
-    from mpicomm.doctor.findings import Finding
+if TYPE_CHECKING:  # `mpicomm run` must not import the checks, nor torch
     from mpicomm.doctor.links import Link
 
 HAS_PROBLEM = 1  # the exit status
@@ -52,33 +53,35 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks, print the findings, and return the exit status."""
-    from mpicomm.doctor import examination, findings
+    from mpicomm.doctor import examination, launcher_check, software_check
 
     environ = dict(os.environ)  # before bootstrap() exports variables
     facts = examination.collect(environ)
+    can_start, launchers = facts[software_check].can_start, facts[launcher_check]
+    # 1. this host alone
     if _is_alone(environ):
-        found = examination.check(facts)
-        if arguments.starts_job and facts.software.can_start and facts.launchers is not None and facts.launchers.own:
-            found += _trial(environ)
-        return _report(found, [], [socket.gethostname()], arguments)
-    if not facts.software.can_start:  # perhaps on this host only
-        return _report_without_job(examination.check(facts), arguments, is_shown=not _local_rank(environ))
+        results = examination.check(facts)
+        if arguments.starts_job and can_start and launchers is not None and launchers.own:
+            results += _trial(environ)
+        return _report(results, arguments)
+    # 2. ranks that cannot form a job
+    if not can_start:  # perhaps on this host only
+        is_shown = not detect.detect(environ).value("local_rank")
+        return _report(examination.check(facts), arguments, is_shown=is_shown)
     from mpicomm import runtime
 
     try:
         world = runtime.bootstrap()
     except MpicommError as error:
-        found = examination.check(facts)
-        if not any(each.check == "launcher" and each.status == "problem" for each in found):
-            found.append(findings.from_error("start", error))
+        results = examination.check(facts)
+        if not any(finding.check == "launcher" and finding.status == "problem" for finding in results):
+            results.append(findings.from_error("start", error))
         is_shown = not error.is_on_all_ranks or detect.guess_rank(environ) == 0
-        return _report_without_job(found, arguments, is_shown=is_shown)
+        return _report(results, arguments, is_shown=is_shown)
+    # 3. the ranks of a job
     with world:
-        found, links = examination.check_job(world, facts)
-        hosts = list(dict.fromkeys(world.hosts))
-        if world.rank == 0:
-            return _report(found, links, hosts, arguments, world.hosts)
-        return _status(found)
+        results, links = examination.check_job(world, facts)
+        return _report(results, arguments, world.hosts, links, is_shown=world.rank == 0)
 
 
 def _is_alone(environ: Mapping[str, str]) -> bool:
@@ -90,7 +93,7 @@ def _is_alone(environ: Mapping[str, str]) -> bool:
 
 def _trial(environ: Mapping[str, str]) -> list[Finding]:
     from mpicomm.cli import trial_job
-    from mpicomm.doctor import findings, launcher_check
+    from mpicomm.doctor import launcher_check
 
     try:
         return launcher_check.check_trial_job(trial_job.run(environ))
@@ -98,70 +101,64 @@ def _trial(environ: Mapping[str, str]) -> list[Finding]:
         return [findings.from_error("test job", error)]
 
 
-def _local_rank(environ: Mapping[str, str]) -> int:
-    return detect.detect(environ).value("local_rank") or 0
-
-
-def _report_without_job(found: Sequence[Finding], arguments: argparse.Namespace, *, is_shown: bool) -> int:
-    """Print the findings of a process that is not part of a job, and return the exit status."""
-    return _report(found, [], [socket.gethostname()], arguments) if is_shown else _status(found)
-
-
-def _status(found: Sequence[Finding]) -> int:
-    from mpicomm.doctor import findings
-
-    return HAS_PROBLEM if findings.worst(found) == "problem" else 0
-
-
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
 def _report(
-    found: Sequence[Finding],
-    links: Sequence[Link],
-    hosts: Sequence[str],
+    results: Sequence[Finding],
     arguments: argparse.Namespace,
     hosts_of_ranks: Sequence[str] = (),
+    links: Sequence[Link] = (),
+    *,
+    is_shown: bool = True,
 ) -> int:
-    from mpicomm.doctor import findings
+    """Print the findings unless another process does, and return the exit status.
 
-    ordered = sorted(found, key=lambda each: findings.STATUSES.index(each.status))
-    if arguments.json:
+    Args:
+        hosts_of_ranks: The host of every rank; empty for a process that is not part of a job.
+    """
+    status = findings.worst(results)
+    hosts_of_ranks = hosts_of_ranks or [socket.gethostname()]
+    ordered = sorted(results, key=lambda finding: findings.STATUSES.index(finding.status))
+    if is_shown and arguments.json:
         print_json(
             {
-                "status": findings.worst(found),
-                "hosts": list(hosts),
-                "ranks": max(1, len(hosts_of_ranks)),
-                "findings": [dataclasses.asdict(each) for each in ordered],
-                "links": [dataclasses.asdict(each) for each in links],
+                "status": status,
+                "hosts": list(dict.fromkeys(hosts_of_ranks)),
+                "ranks": len(hosts_of_ranks),
+                "findings": [dataclasses.asdict(finding) for finding in ordered],
+                "links": [dataclasses.asdict(link) for link in links],
             }
         )
-    else:
-        _print(ordered, links, hosts, hosts_of_ranks)
-    return _status(found)
+    elif is_shown:
+        _print(ordered, links, hosts_of_ranks)
+    return HAS_PROBLEM if status == "problem" else 0
 
 
-def _print(
-    ordered: Sequence[Finding], links: Sequence[Link], hosts: Sequence[str], hosts_of_ranks: Sequence[str]
-) -> None:
+def _print(ordered: Sequence[Finding], links: Sequence[Link], hosts_of_ranks: Sequence[str]) -> None:
     out = console()
-    counts = Counter(each.status for each in ordered)
-    where = f"{hosts[0]}" if len(hosts) == 1 else f"{len(hosts)} hosts"
+    # 1. the summary
+    counts = Counter(finding.status for finding in ordered)
+    hosts = set(hosts_of_ranks)
+    place = hosts_of_ranks[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     if len(hosts_of_ranks) > 1:
-        where = f"{len(hosts_of_ranks)} ranks on {where}"
+        place = f"{len(hosts_of_ranks)} ranks on {place}"
     summary = f"{_many(counts['problem'], 'problem')}, {_many(counts['warning'], 'warning')}, {counts['ok']} ok"
-    out.print(Text(f"{where}: {summary}"), soft_wrap=True)
-    for each in ordered:
-        for line in _lines(each, _place(each, hosts_of_ranks), max(len(other.check) for other in ordered)):
+    out.print(Text(f"{place}: {summary}"), soft_wrap=True)
+    # 2. the findings
+    width = max(len(finding.check) for finding in ordered)
+    for finding in ordered:
+        for line in _lines(finding, _place(finding, hosts_of_ranks), width):
             text = Text(line)
-            if line.startswith(each.status):
-                text.stylize(_STYLES[each.status], 0, len(each.status))
+            if line.startswith(finding.status):
+                text.stylize(_STYLES[finding.status], 0, len(finding.status))
             out.print(text, soft_wrap=True)
+    # 3. the slowest links
     if len(links) > 1:
         rows = [
-            (*each.ranks, *(hosts_of_ranks[rank] for rank in each.ranks), f"{each.microseconds:.1f}",
-                f"{each.gigabytes:.2f}")
-            for each in sorted(links, key=lambda link: link.gigabytes)[:_SHOWN_LINKS]
+            (*link.ranks, *(hosts_of_ranks[rank] for rank in link.ranks), f"{link.microseconds:.1f}",
+                f"{link.gigabytes:.2f}")
+            for link in sorted(links, key=lambda link: link.gigabytes)[:_SHOWN_LINKS]
         ]  # fmt: skip
         titles = ["rank", "rank ", "host", "host ", "latency, us", "GB/s"]
         out.print(terminal.table(titles, rows, right=("rank", "rank ", "latency, us", "GB/s"), title="slowest links"))
@@ -184,13 +181,13 @@ def _lines(finding: Finding, place: str, width: int) -> list[str]:
         *((f"{indent}-> ", line) for line in remedies[:1]),
         *((f"{indent}   ", line) for line in remedies[1:]),
     ]
-    found = []
+    lines = []
     for start, text in paragraphs:
         parts = [text]
         if not text.startswith("  "):
             parts = textwrap.wrap(text, max(40, columns - len(start)), break_long_words=False, break_on_hyphens=False)
-        found += [(" " * len(start) if number else start) + part for number, part in enumerate(parts)]
-    return found
+        lines += [(" " * len(start) if number else start) + part for number, part in enumerate(parts)]
+    return lines
 
 
 def _place(finding: Finding, hosts_of_ranks: Sequence[str]) -> str:

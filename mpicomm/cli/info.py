@@ -79,17 +79,17 @@ def _show(world: World, gathered: Sequence[JobInfo], arguments: argparse.Namespa
 
 def _as_json(world: World, gathered: Sequence[JobInfo]) -> dict[str, object]:
     names = ("size", "num_nodes", "launcher", "backend", "master_addr", "master_port")
-    return {name: getattr(world, name) for name in names} | {"ranks": [dataclasses.asdict(each) for each in gathered]}
+    return {name: getattr(world, name) for name in names} | {"ranks": [dataclasses.asdict(rank) for rank in gathered]}
 
 
 def _ranks(gathered: Sequence[JobInfo]) -> Table:
-    gpu = ["GPU", "UUID"] if any(each.uuid for each in gathered) else []
+    gpu = ["GPU", "UUID"] if any(rank.uuid for rank in gathered) else []
     titles = ["rank", "host", "node", "local rank", "device", *gpu, "processors", "NUMA"]
     rows = [
-        [each.rank, each.host, each.node_rank, each.local_rank, each.device]
-        + ([each.device_name, each.uuid] if gpu else [])
-        + [each.cpus, each.numa_nodes or "-"]
-        for each in gathered
+        [rank.rank, rank.host, rank.node_rank, rank.local_rank, rank.device]
+        + ([rank.device_name, rank.uuid] if gpu else [])
+        + [rank.cpus, rank.numa_nodes or "-"]
+        for rank in gathered
     ]
     return terminal.table(titles, rows, right=("rank", "node", "local rank"))
 

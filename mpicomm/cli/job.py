@@ -38,15 +38,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
 
     def add(scheduler: str, spec_type: type[JobSpec | KubernetesJob], summary: str, description: str) -> None:
-        each = schedulers.add_parser(
+        subparser = schedulers.add_parser(
             scheduler,
             help=summary,
             usage=f"mpicomm job {scheduler} [options] -- PROGRAM [ARGUMENTS]",
             description=description,
             allow_abbrev=False,
         )
-        _add_options(each, spec_type)
-        each.set_defaults(run=run, spec_type=spec_type)
+        _add_options(subparser, spec_type)
+        subparser.set_defaults(run=run, spec_type=spec_type)
 
     for scheduler, system in SCHEDULERS.items():
         torchrun = "With `-- torchrun train.py`, torchrun starts the ranks of each node."

@@ -8,24 +8,27 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpicomm import host_info, launch, mpi, terminal
-from mpicomm.cli import operator_hosts
 from mpicomm.cli.console import print_message
 from mpicomm.cli.supervisor import End, Supervisor
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, commands, environment, installed, node_range, scheduler_query
+from mpicomm.launch import allocation, commands, environment, installed, mpi_operator, node_range, scheduler_query
 from mpicomm.launch.allocation import FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
-from mpicomm.launch.request import Machine, Node, Request, Start
+from mpicomm.launch.request import Machine, Request, Start
 from mpicomm.settings import PREFIX
 
 GRACE_SECONDS = 120.0
 """The default time for the ranks to save a checkpoint and exit."""
 
-_PROBE_SECONDS = 60.0  # for a program to start on another host, which may be busy
+_BRIEF_SECONDS = 60.0  # for a short program to run on other hosts, which may be busy, or wait for the scheduler
+_TERM_SECONDS = 10.0  # for the launcher to end its ranks
+_NAME_SECONDS = 120.0  # a pod has a name in DNS when it has an address, which can be after the launcher starts
+_NAME_PAUSE_SECONDS = 1.0
 # Open MPI 5.0's mpirun sometimes hangs if a process on another host exits at once: 6 of 40 runs of `true`.
 _PROBE = ("sleep", "1")
 
@@ -54,7 +57,7 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     if machine.gpus or (job is not None and job.has_gpus):
         environ = {**library.gpu_environ(Path("/proc/self/maps").read_text()), **environ}
     if job is None:
-        request, environ = operator_hosts.apply(request, library, environ)
+        request, environ = _on_operator_hosts(request, library, environ)
     # 3. the scheduler's launcher, or the library's mpiexec
     if (
         isinstance(job, SlurmAllocation)
@@ -86,7 +89,7 @@ def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...
     """
     job = scheduler_query.current_allocation(environ)
     if job is None:
-        request, _ = operator_hosts.apply(request, mpi.library(), environ)
+        request, _ = _on_operator_hosts(request, mpi.library(), environ)
     if request.hosts:
         return allocation.with_slots(request.hosts, request.ranks), False
     if isinstance(job, HostAllocation):
@@ -115,27 +118,42 @@ def probe(request: Request, host: Host, environ: Mapping[str, str], *, is_step: 
     program = dataclasses.replace(request, program=_PROBE, ranks=1, log_dir=None, tag_output=False)
     try:
         start = build(node_range.place(program, [Host(host.name, 1)], is_step=is_step), environ)
-        done = subprocess.run(
-            start.command,
-            env=dict(start.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_PROBE_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"{start.command[0]} timed out after {_PROBE_SECONDS:.0f} s"
+        status, _ = run_briefly(start)
     except (LaunchError, OSError) as error:
         return str(error)
-    return f"{start.command[0]} exited with status {done.returncode}" if done.returncode else ""
+    if status is None:
+        return f"{start.command[0]} timed out after {_BRIEF_SECONDS:.0f} s"
+    return f"{start.command[0]} exited with status {status}" if status else ""
 
 
-def build_torchrun(request: Request, environ: Mapping[str, str]) -> Start:
-    """Return the equivalent launch with torchrun: on this host, or on the nodes of a Slurm allocation."""
-    machine, job, port = _machine(environ), scheduler_query.current_allocation(environ), _free_port()
-    if isinstance(job, SlurmAllocation):
-        return commands.torchrun_by_srun(request, job, port, machine, environ)
-    return commands.torchrun(request, Node(0, 1, "127.0.0.1", port), machine, environ)
+def run_briefly(start: Start) -> tuple[int | None, str]:
+    """Run a launch of a short program without showing its output.
+
+    Returns:
+        The exit status, None after 60 seconds, and the output of all ranks and of the launcher.
+
+    Raises:
+        OSError: If the launcher cannot be executed.
+    """
+    with subprocess.Popen(
+        start.command,
+        env=dict(start.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=_BRIEF_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks
+            try:
+                process.communicate(timeout=_TERM_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return None, ""
+    return process.returncode, output
 
 
 def execute(start: Start, command: str, grace: float = GRACE_SECONDS) -> End:
@@ -196,8 +214,53 @@ def _agent(job: HostAllocation, environ: Mapping[str, str]) -> str | None:
     return str(Path(launch.__file__).with_name("pbs_agent.sh"))
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port: int = listener.getsockname()[1]
-    return port
+# -- a job on Kubernetes -----------------------------------------------------------------------------------------------
+
+
+def _on_operator_hosts(
+    request: Request, library: Library, environ: Mapping[str, str]
+) -> tuple[Request, Mapping[str, str]]:
+    """Return the request with the hosts of a Kubernetes operator's host file, and the environment of its launcher.
+
+    Without a host file both are returned unchanged.
+
+    Raises:
+        LaunchError: If the file cannot be read, a host would have no rank, or a name does not resolve in time.
+    """
+    host_file = mpi_operator.host_file(environ)
+    if host_file is None:
+        return request, environ
+    variable, path = host_file
+    if not request.hosts:
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise LaunchError(
+                f"cannot read the host file of {variable}: {error}\nPass --hosts, or unset {variable}"
+            ) from error
+        request = dataclasses.replace(request, hosts=mpi_operator.parse(text, path, request.ranks))
+        _wait_for_names([host.name for host in request.hosts])
+    return dataclasses.replace(request, forwards_all=True), mpi_operator.for_launcher(environ, library)
+
+
+def _wait_for_names(names: Sequence[str]) -> None:
+    deadline, shown = time.monotonic() + _NAME_SECONDS, False
+    while missing := [name for name in names if not _resolves(name)]:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"{len(missing)} of {len(names)} hosts had no address after {_NAME_SECONDS:.0f} s: "
+                f"{', '.join(missing)}\n"
+                f"Check that their pods run: kubectl get pods -o wide"
+            )
+        if not shown:
+            print_message("run", f"waiting for the addresses of {len(missing)} hosts: {', '.join(missing)}")
+            shown = True
+        time.sleep(_NAME_PAUSE_SECONDS)
+
+
+def _resolves(name: str) -> bool:
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    return True

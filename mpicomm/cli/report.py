@@ -8,7 +8,7 @@ from pathlib import Path
 from mpicomm.cli.argument_types import png
 from mpicomm.cli.console import console, failed, print_json, print_message
 from mpicomm.metrics_file import NAME
-from mpicomm.reports import drawing, figures, plots, runs, tables
+from mpicomm.reports import plots, run_metrics, runs
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,16 +27,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, and return the exit status."""
     try:
-        found = runs.read_all(arguments.directories)
+        measured_runs = runs.read_all(arguments.directories)
         if arguments.plot is not None:
-            drawing.save(plots.draw(found), arguments.plot)
+            plots.save(plots.draw(measured_runs), arguments.plot)
     except (OSError, ImportError) as error:
         return failed("report", error)
-    shown = [figures.compute(each) for each in found]
-    for warning in (warning for each in shown for warning in each.warnings):
+    shown = [run_metrics.compute(run) for run in measured_runs]
+    for warning in (warning for metrics in shown for warning in metrics.warnings):
         print_message("report", f"warning: {warning}")
     if arguments.json:
-        print_json([figures.as_json(each) for each in shown])
+        print_json([run_metrics.as_json(metrics) for metrics in shown])
     else:
-        console().print(tables.table(shown))
+        console().print(run_metrics.table(shown))
     return 0

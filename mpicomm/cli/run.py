@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomm.cli import horovodrun, launch_plan, restarts, run_line
+from mpicomm.cli import launch_plan, restarts, run_line
 from mpicomm.cli.argument_types import Parser, count
 from mpicomm.cli.console import failed, print_message
 from mpicomm.cli.restarts import RestartPolicy
@@ -124,7 +124,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _translated(parser: Parser, line: Sequence[str]) -> list[str]:
     """Replace the options of horovodrun after `--horovod`, and print the equivalents."""
     try:
-        translated, notes = horovodrun.translated(line)
+        translated, notes = run_line.translated(line)
     except ValueError as error:
         parser.error(str(error))
     for note in notes:

@@ -1,10 +1,11 @@
-"""Options of other launchers after `mpicomm run`, and the equivalent command line; all functions are pure."""
+"""Options of other launchers after `mpicomm run`, horovodrun's too, and the equivalent ones; all functions are pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 
-from mpicomm.launch.request import command_line
+from mpicomm.launch.request import VARIABLE_OPTIONS, command_line
 
 RANKS, HOSTS, HOSTFILE, VARIABLE = "-n", "--hosts", "--hostfile", "--env"
 PER_NODE = ("--nproc-per-node", "--nproc_per_node")
@@ -22,15 +23,21 @@ HOROVOD = "--horovod"
 _FLAGS = ("--tag-output", "--dry-run", "--fault-tolerant", HOROVOD)
 
 
+Equivalents = Mapping[str, Callable[[str], list[str]]]
+"""Options of another launcher, and the options of `mpicomm run` that follow from the value of each."""
+
+
+def _same_as(ours: str) -> Callable[[str], list[str]]:
+    return lambda value: [ours, value]
+
+
+_FOREIGN: Equivalents = {option: _same_as(ours) for option, ours in FOREIGN.items()}
+
+
 def corrected(line: Sequence[str]) -> list[str]:
     """Return the arguments with the foreign options before the program replaced by those of `mpicomm run`."""
-    found, rest = leading(line, tuple(FOREIGN))
-    corrected_options: list[str] = []
-    for words in found:
-        option, has_value, value = words[0].partition("=")
-        ours = FOREIGN.get(option)
-        corrected_options += words if ours is None else [ours, value if has_value else words[1]]
-    return [*corrected_options, *rest]
+    options, rest = leading(line, tuple(FOREIGN))
+    return [*(word for words in options for word in _equivalent(words, _FOREIGN) or words), *rest]
 
 
 def leading(line: Sequence[str], with_value: Sequence[str] = ()) -> tuple[list[list[str]], list[str]]:
@@ -40,15 +47,22 @@ def leading(line: Sequence[str], with_value: Sequence[str] = ()) -> tuple[list[l
         line: The arguments of `mpicomm run`.
         with_value: Options with a value in addition to those of `mpicomm run`.
     """
-    found: list[list[str]] = []
+    options: list[list[str]] = []
     left = list(line)
     while left and left[0].startswith("-") and left[0] not in ("-m", "--"):
         words = [left.pop(0)]
         if words[0] in (*_WITH_VALUE, *_BY_HAND, *with_value):
             words += left[:1]
             del left[:1]
-        found.append(words)
-    return found, left
+        options.append(words)
+    return options, left
+
+
+def _equivalent(words: Sequence[str], with_value: Equivalents) -> list[str] | None:
+    """Return the options of `mpicomm run` for an option of another launcher with its value; None for one of its own."""
+    option, has_value, value = words[0].partition("=")
+    values = [value] if has_value else words[1:]
+    return with_value[option](values[0]) if option in with_value and values else None
 
 
 def note(line: Sequence[str]) -> str | None:
@@ -88,3 +102,75 @@ def _separated(line: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.append(word)
     return options, rest
+
+
+# -- horovodrun --------------------------------------------------------------------------------------------------------
+
+
+def _variable(name: str) -> Callable[[str], list[str]]:
+    return lambda value: [VARIABLE, f"{name}={value}"]
+
+
+def _fusion_threshold(mebibytes: str) -> list[str]:
+    if not mebibytes.isdecimal():
+        raise ValueError(
+            f"--fusion-threshold-mb must be a number of MiB, got {mebibytes}.\nPass a whole number of at least 0."
+        )
+    return _variable("HOROVOD_FUSION_THRESHOLD")(str(int(mebibytes) * 2**20))
+
+
+def _minimum(ranks: str) -> list[str]:
+    return ["--fault-tolerant", *_variable("HOROVOD_ELASTIC_MIN_NP")(ranks)]
+
+
+_HOROVODRUN: Equivalents = {
+    **_FOREIGN,
+    "--num-proc": _same_as(RANKS),
+    "--output-filename": _same_as("--log-dir"),
+    "--min-np": _minimum,
+    "--min-num-proc": _minimum,
+    "--timeline-filename": _variable("HOROVOD_TIMELINE"),
+    "--fusion-threshold-mb": _fusion_threshold,
+    "--cycle-time-ms": _variable("HOROVOD_CYCLE_TIME"),
+    "--cache-capacity": _variable("HOROVOD_CACHE_CAPACITY"),
+    "--stall-check-warning-time-seconds": _variable("HOROVOD_STALL_CHECK_TIME_SECONDS"),
+    "--stall-check-shutdown-time-seconds": _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),
+}
+_HOROVODRUN_FLAGS: Mapping[str, list[str]] = {
+    "--timeline-mark-cycles": _variable("HOROVOD_TIMELINE_MARK_CYCLES")("1"),
+    "--no-stall-check": _variable("HOROVOD_STALL_CHECK_DISABLE")("1"),
+    **{option: [] for option in ("--mpi", "--gloo", "--verbose", "--disable-cache")},
+}
+"""The options without a value. Those with no equivalent select or describe Horovod's own launcher."""
+
+
+def translated(line: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Replace the options of horovodrun, if `--horovod` is among the options before the program.
+
+    Args:
+        line: The arguments of `mpicomm run`.
+
+    Returns:
+        The arguments for `mpicomm run`, and a message for each replaced option.
+
+    Raises:
+        ValueError: If the value of an option is not valid.
+    """
+    options, rest = leading(line, tuple(_HOROVODRUN))
+    if [HOROVOD] not in options:
+        return list(line), []
+    replaced: list[str] = []
+    notes = []
+    for words in options:
+        ours = _equivalent(words, _HOROVODRUN)
+        if ours is None:
+            ours = _HOROVODRUN_FLAGS.get(words[0].partition("=")[0])
+        if ours is None:
+            replaced += words
+            continue
+        replaced += ours
+        # The variables of horovodrun's own options are not secret.
+        shown = command_line if words[0].partition("=")[0] in VARIABLE_OPTIONS else shlex.join
+        meaning = f"is {shown(ours)}" if ours else "has no effect: the launcher is that of the MPI in use"
+        notes.append(f"horovodrun's {shown(words)} {meaning}")
+    return [*replaced, *rest], notes

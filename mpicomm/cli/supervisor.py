@@ -144,8 +144,8 @@ class Supervisor:
         self._selector.register(woken, selectors.EVENT_READ, data=woken)
         before_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         # A signal that is ignored stays ignored, for example SIGHUP under nohup.
-        caught = [each for each in _CAUGHT if signal.getsignal(each) is not signal.SIG_IGN]
-        before: dict[int, Any] = {each: signal.signal(each, self._record) for each in caught}
+        caught = [number for number in _CAUGHT if signal.getsignal(number) is not signal.SIG_IGN]
+        before: dict[int, Any] = {number: signal.signal(number, self._record) for number in caught}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # only wakes
         try:
             yield
@@ -229,9 +229,9 @@ class Supervisor:
         first, *others = _SENT.get(launcher, {}).get(number, (number,))
         with contextlib.suppress(OSError):  # it has ended
             self._process.send_signal(first)
-            for each in others:
+            for other in others:
                 time.sleep(_BETWEEN_SECONDS)
-                self._process.send_signal(each)
+                self._process.send_signal(other)
 
     # -- the end of the launcher ---------------------------------------------------------------------------------
 

@@ -51,17 +51,17 @@ def _table(ranks: list[dict[str, Any]]) -> Table:
     titles = ["rank", "host", "operations", "not over", "waits for others", "others wait for it", "clock"]
     rows = [
         [
-            each["rank"],
-            each["host"],
-            each["operations"],
-            each["not_over"],
-            f"{each['wait_seconds']:.3f} s",
-            f"{each['waited_for_seconds']:.3f} s",
-            f"{each['clock']}, to {each['clock_error_seconds'] * 1e6:.0f} us"
-            if each["clock_error_seconds"]
-            else each["clock"],
+            rank["rank"],
+            rank["host"],
+            rank["operations"],
+            rank["not_over"],
+            f"{rank['wait_seconds']:.3f} s",
+            f"{rank['waited_for_seconds']:.3f} s",
+            f"{rank['clock']}, to {rank['clock_error_seconds'] * 1e6:.0f} us"
+            if rank["clock_error_seconds"]
+            else rank["clock"],
         ]
-        for each in ranks
+        for rank in ranks
     ]
     right = ("rank", "operations", "not over", "waits for others", "others wait for it")
     return terminal.table(titles, rows, right=right)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 
@@ -16,7 +15,7 @@ from mpicomm.doctor.launcher_check import TrialJob
 from mpicomm.launch.request import Request
 
 _RANKS = 2
-_SECONDS = 60.0  # a busy machine takes seconds; a scheduler may let the step wait for resources
+_INIT_SECONDS = 60.0  # as long as the job may take
 _MARK = "mpicomm-trial-job: "
 
 
@@ -31,31 +30,16 @@ def run(environ: Mapping[str, str]) -> TrialJob:
 
     start = launch_plan.build(Request((sys.executable, "-m", "mpicomm.cli.trial_job"), _RANKS), environ)
     command = shlex.join(start.command)
-    with subprocess.Popen(
-        start.command,
-        env=dict(start.environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher ends its ranks
-            try:
-                process.communicate(timeout=_SECONDS / 6)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            return TrialJob(command, None, 0)
+    status, output = launch_plan.run_briefly(start)
+    if status is None:
+        return TrialJob(command, None, 0)
     line = next((line.partition(_MARK)[2] for line in output.splitlines() if _MARK in line), "{}")
-    found = json.loads(line)
-    return TrialJob(command, process.returncode, found.get("size", 0), found.get("has_threads", False), output)
+    reported = json.loads(line)
+    return TrialJob(command, status, reported.get("size", 0), reported.get("has_threads", False), output)
 
 
 def _be_rank() -> None:
-    world = mpi.initialize(_RANKS, _SECONDS)
+    world = mpi.initialize(_RANKS, _INIT_SECONDS)
     if world.rank == 0:
         print(_MARK + json.dumps({"size": world.size, "has_threads": mpi.serves_threads()}), flush=True)
     world.Barrier()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import types
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpicomm import mpi
 from mpicomm.doctor import (
@@ -19,65 +19,35 @@ from mpicomm.doctor import (
     software_check,
 )
 from mpicomm.doctor.findings import Finding
-from mpicomm.doctor.gpu_check import GPUFacts
-from mpicomm.doctor.launcher_check import LauncherFacts
-from mpicomm.doctor.limit_check import LimitFacts
-from mpicomm.doctor.memory_check import MemoryFacts
-from mpicomm.doctor.network_check import NetworkFacts
-from mpicomm.doctor.processor_check import ProcessorFacts
-from mpicomm.doctor.software_check import SoftwareFacts
-from mpicomm.errors import LaunchError
-from mpicomm.launch import detect
 
 if TYPE_CHECKING:
     from mpicomm.doctor.links import Link
     from mpicomm.session import World
 
+CHECKS = (
+    software_check,
+    launcher_check,
+    memory_check,
+    limit_check,
+    network_check,
+    processor_check,
+    gpu_check,
+)
+"""Each has `collect(environ)`, which returns its facts about this process and its host, and `check(facts)`."""
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """All facts about this process and its host."""
-
-    software: SoftwareFacts
-    launchers: LauncherFacts | None
-    """None without an MPI library."""
-
-    memory: MemoryFacts
-    limits: LimitFacts
-    network: NetworkFacts
-    processors: ProcessorFacts
-    gpus: GPUFacts
+Facts = Mapping[types.ModuleType, Any]
+"""The facts of each of `CHECKS`."""
 
 
 def collect(environ: Mapping[str, str]) -> Facts:
     """Return the facts about this process. Does not initialise MPI, and does not communicate."""
-    memory = memory_check.collect()  # before torch starts threads
-    software = software_check.collect(environ)
-    local_size = 1
-    with contextlib.suppress(LaunchError):
-        local_size = detect.detect(environ).local_size
-    return Facts(
-        software,
-        None if software.library is None else launcher_check.collect(software.library, environ),
-        memory,
-        limit_check.collect(),
-        network_check.collect(environ),
-        processor_check.collect(environ, local_size),
-        gpu_check.collect(environ, has_torch=not software.torch_error),
-    )
+    facts: dict[types.ModuleType, Any] = {memory_check: memory_check.collect(environ)}  # before torch starts threads
+    return facts | {module: module.collect(environ) for module in CHECKS if module not in facts}
 
 
 def check(facts: Facts) -> list[Finding]:
     """Return the findings about this process."""
-    return [
-        *software_check.check(facts.software),
-        *(launcher_check.check(facts.launchers) if facts.launchers else []),
-        *memory_check.check(facts.memory),
-        *limit_check.check(facts.limits),
-        *network_check.check(facts.network),
-        *processor_check.check(facts.processors),
-        *gpu_check.check(facts.gpus),
-    ]
+    return [finding for module in CHECKS for finding in module.check(facts[module])]
 
 
 def check_job(world: World, facts: Facts) -> tuple[list[Finding], list[Link]]:
@@ -90,30 +60,32 @@ def check_job(world: World, facts: Facts) -> tuple[list[Finding], list[Link]]:
     own = check(facts)
     if world.comm is not None:
         own += launcher_check.check_threads(has_threads=mpi.serves_threads())
-    software = dict(facts.software.versions)
-    if facts.software.library is not None:
-        software["MPI"] = f"{facts.software.library.vendor} {facts.software.library.version}"
-    mine = job_check.RankFacts(
+    software = facts[software_check]
+    versions = dict(software.versions)
+    if software.library is not None:
+        versions["MPI"] = f"{software.library.vendor} {software.library.version}"
+    rank_facts = job_check.RankFacts(
         rank=world.rank,
         host=world.hostname,
         node=world.node_rank,
-        software=software,
-        processors=dataclasses.replace(facts.processors, local_size=world.local_size),
-        interfaces=facts.network.interfaces,
+        software=versions,
+        processors=dataclasses.replace(facts[processor_check], local_size=world.local_size),
+        interfaces=facts[network_check].interfaces,
         interface_to_rank_0=interfaces.towards(world.master_addr),
         gpus=tuple(devices.visible_gpus()),
     )
-    of_ranks = collectives.all_gather_object((own, mine))
+    of_ranks = collectives.all_gather_object((own, rank_facts))
     # 2. the links between hosts, or between the ranks of one host
     members = [world.nodes.index(node) for node in range(world.num_nodes)]
     names = {rank: world.hosts[rank] for rank in members}
     if world.num_nodes == 1:
         members = list(range(world.size))
         names = {rank: f"rank {rank}" for rank in members}
-    measured = links.measure(world.rank, members)
-    every = sorted((link for each in collectives.all_gather_object(measured) for link in each), key=lambda x: x.ranks)
+    measured = collectives.all_gather_object(links.measure(world.rank, members))
+    all_links = sorted((link for of_rank in measured for link in of_rank), key=lambda link: link.ranks)
     # 3. their judgement
-    found = findings.merged([each for each, _ in of_ranks])
-    found += job_check.check([each for _, each in of_ranks])
-    found += job_check.check_links(every, links.outliers(every), names, on_one_host=world.num_nodes == 1)
-    return found, every
+    return [
+        *findings.merged([of_rank for of_rank, _ in of_ranks]),
+        *job_check.check([of_rank for _, of_rank in of_ranks]),
+        *job_check.check_links(all_links, links.outliers(all_links), names, on_one_host=world.num_nodes == 1),
+    ], all_links

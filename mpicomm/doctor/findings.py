@@ -59,11 +59,11 @@ def merged(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
     """
     ranks: dict[Finding, list[int]] = collections.defaultdict(list)
     for rank, findings in enumerate(of_ranks):
-        for each in findings:
-            ranks[each].append(rank)
-    return [dataclasses.replace(each, ranks=tuple(having)) for each, having in ranks.items()]
+        for finding in findings:
+            ranks[finding].append(rank)
+    return [dataclasses.replace(finding, ranks=tuple(having)) for finding, having in ranks.items()]
 
 
 def worst(findings: Iterable[Finding]) -> Status:
     """Return the worst status; ok without findings."""
-    return min((each.status for each in findings), key=STATUSES.index, default="ok")
+    return min((finding.status for finding in findings), key=STATUSES.index, default="ok")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -40,25 +41,21 @@ class GPUFacts:
     """The pairs of GPUs that cannot access each other's memory."""
 
 
-def collect(environ: Mapping[str, str], *, has_torch: bool) -> GPUFacts:
-    """Return the facts about this host; runs nvidia-smi.
-
-    Args:
-        has_torch: Whether torch can be imported.
-    """
+def collect(environ: Mapping[str, str]) -> GPUFacts:
+    """Return the facts about this host; runs nvidia-smi."""
     listed = [line for line in scheduler_query.output_of(_QUERY).splitlines() if _LISTED.fullmatch(line)]
     build, names, pairs = "", [], []
-    if has_torch:
+    with contextlib.suppress(ImportError, OSError, RuntimeError):  # software_check reports it
         import torch
 
         build = torch.version.cuda or torch.version.hip or ""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         names = [torch.cuda.get_device_name(index) for index in range(count)]
         pairs = [
-            (one, other)
-            for one in range(count)
-            for other in range(one + 1, count)
-            if not torch.cuda.can_device_access_peer(one, other)
+            (first, second)
+            for first in range(count)
+            for second in range(first + 1, count)
+            if not torch.cuda.can_device_access_peer(first, second)
         ]
     return GPUFacts(
         host_info.gpus({}),
@@ -93,7 +90,7 @@ def check(facts: GPUFacts) -> list[Finding]:
 def _check_peers(facts: GPUFacts) -> list[Finding]:
     if not facts.without_peer_access:
         return []
-    pairs = ", ".join(f"{one}-{other}" for one, other in facts.without_peer_access[:8])
+    pairs = ", ".join(f"{first}-{second}" for first, second in facts.without_peer_access[:8])
     return [
         warning(
             "GPU topology",

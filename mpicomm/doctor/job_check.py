@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from mpicomm import agreement
 from mpicomm.doctor import network_check
@@ -40,11 +40,12 @@ class RankFacts:
 
 def check(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Return the findings about the ranks of a job."""
-    nodes = [[ranks[rank] for rank in members] for members in _members(ranks).values()]
-    found = [*_check_versions(ranks), *_check_networks([members[0] for members in nodes])]
+    by_node = agreement.ranks_by_value([facts.node for facts in ranks], [facts.rank for facts in ranks])
+    nodes = [[ranks[rank] for rank in members] for members in by_node.values()]
+    results = [*_check_versions(ranks), *_check_networks([members[0] for members in nodes])]
     for members in nodes:
-        found += [*_check_binding(members), *_check_threads(members), *_check_gpus(members)]
-    return found
+        results += [*_check_binding(members), *_check_threads(members), *_check_gpus(members)]
+    return results
 
 
 def check_links(
@@ -70,13 +71,14 @@ def check_links(
         return [
             warning(
                 "links",
-                f"{each.quantity} {_between([names[rank] for rank in each.ranks])} is {each.shown}, "
-                f"the median is {each.shown_median}",
-                remedies[len(each.ranks) - 1],
+                f"{outlier.quantity} between {' and '.join(names[rank] for rank in outlier.ranks)}"
+                f"{' and any other' if len(outlier.ranks) == 1 else ''} is {outlier.shown}, "
+                f"the median is {outlier.shown_median}",
+                remedies[len(outlier.ranks) - 1],
             )
-            for each in outliers
+            for outlier in outliers
         ]
-    latencies, bandwidths = ([getattr(each, name) for each in links] for name in ("microseconds", "gigabytes"))
+    latencies, bandwidths = [link.microseconds for link in links], [link.gigabytes for link in links]
     count = f"{len(links)} pair{'s' if len(links) > 1 else ''}"
     message = (
         f"{count}: latency {min(latencies):.1f} to {max(latencies):.1f} us, "
@@ -85,41 +87,33 @@ def check_links(
     return [ok("links", message)]
 
 
-def _members(ranks: Iterable[RankFacts]) -> dict[int, list[int]]:
-    found = list(ranks)
-    return agreement.ranks_by_value([each.node for each in found], [each.rank for each in found])
-
-
-def _between(names: Sequence[str]) -> str:
-    return f"between {names[0]} and {names[1]}" if len(names) == 2 else f"between {names[0]} and any other"
-
-
 def _check_versions(ranks: Sequence[RankFacts]) -> list[Finding]:
-    found = []
-    for name in dict.fromkeys(name for each in ranks for name in each.software):
-        having = agreement.ranks_by_value([each.software.get(name, "absent") for each in ranks], range(len(ranks)))
-        if len(having) == 1:
+    results = []
+    for name in dict.fromkeys(name for facts in ranks for name in facts.software):
+        versions = [facts.software.get(name, "absent") for facts in ranks]
+        by_version = agreement.ranks_by_value(versions, range(len(ranks)))
+        if len(by_version) == 1:
             continue
-        shown = "; ".join(f"{version} on {_on(ranks, members)}" for version, members in having.items())
+        shown = "; ".join(f"{version} on {_on(ranks, members)}" for version, members in by_version.items())
         finding_of = warning if name in _MAY_DIFFER else problem
         remedy = "Install the same version on all hosts, or start all ranks in the same environment or container."
-        found.append(finding_of("versions of hosts", f"{name} differs: {shown}", remedy))
-    return found or [ok("versions of hosts", "the same on all ranks")]
+        results.append(finding_of("versions of hosts", f"{name} differs: {shown}", remedy))
+    return results or [ok("versions of hosts", "the same on all ranks")]
 
 
 def _on(ranks: Sequence[RankFacts], members: Sequence[int]) -> str:
     """Return the hosts of ranks; the ranks themselves if another rank on the same host is not among them."""
     hosts = {ranks[rank].host for rank in members}
-    is_exact = all(each.rank in members for each in ranks if each.host in hosts)
+    is_exact = all(facts.rank in members for facts in ranks if facts.host in hosts)
     return ", ".join(sorted(hosts)) if is_exact else hang_report.called(members)
 
 
 def _check_binding(members: Sequence[RankFacts]) -> list[Finding]:
     """Check that the ranks of a node do not share fewer CPUs than they are."""
-    host, by_cpus = members[0].host, agreement.ranks_by_value(
-        [each.processors.cpus for each in members], [each.rank for each in members]
-    )  # fmt: skip
-    found = []
+    host = members[0].host
+    cpus_of_ranks = [facts.processors.cpus for facts in members]
+    by_cpus = agreement.ranks_by_value(cpus_of_ranks, [facts.rank for facts in members])
+    results = []
     for cpus, ranks in by_cpus.items():
         if len(ranks) <= len(cpus):
             continue
@@ -133,15 +127,15 @@ def _check_binding(members: Sequence[RankFacts]) -> list[Finding]:
         else:
             message = f"{len(ranks)} ranks on {host} share {of_host} CPUs (oversubscription), and wait for each other"
             remedy = f"Start at most {of_host} ranks per host, except for tests."
-        found.append(warning("binding", message, remedy))
-    return found or [ok("binding", f"{host}: a CPU for each of {len(members)} ranks")]
+        results.append(warning("binding", message, remedy))
+    return results or [ok("binding", f"{host}: a CPU for each of {len(members)} ranks")]
 
 
 def _check_threads(members: Sequence[RankFacts]) -> list[Finding]:
     """Check that the threads of all ranks of a node together fit its CPUs."""
-    threads = [each.processors.threads for each in members]
-    cpus = {cpu for each in members for cpu in each.processors.cpus}
-    total = sum(each or 0 for each in threads)
+    threads = [facts.processors.threads for facts in members]
+    cpus = {cpu for facts in members for cpu in facts.processors.cpus}
+    total = sum(number or 0 for number in threads)
     if None in threads or total <= len(cpus) or total <= len(members):  # with one each, it is the number of ranks
         return []
     share = max(1, len(cpus) // len(members))
@@ -150,7 +144,7 @@ def _check_threads(members: Sequence[RankFacts]) -> list[Finding]:
 
 
 def _check_gpus(members: Sequence[RankFacts]) -> list[Finding]:
-    gpus = len({uuid for each in members for uuid in each.gpus})
+    gpus = len({uuid for facts in members for uuid in facts.gpus})
     if not gpus or len(members) <= gpus:
         return []
     shared = f"{gpus} GPU{'s' if gpus > 1 else ''}"
@@ -164,26 +158,27 @@ def _check_networks(hosts: Sequence[RankFacts]) -> list[Finding]:
         return []
     # 1. addresses that belong to several hosts: bridges of containers
     owners: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
-    for each in hosts:
-        for name, address in each.interfaces:
+    for facts in hosts:
+        for name, address in facts.interfaces:
             if not network_check.is_local(address):
-                owners[name, address].append(each.host)
-    found = []
-    used = {each.interface_to_rank_0 for each in hosts} - {None, "lo"}
+                owners[name, address].append(facts.host)
+    results = []
+    used = {facts.interface_to_rank_0 for facts in hosts} - {None, "lo"}
     chosen = ",".join(sorted(map(str, used))) or "NAME"
     variables = f"  export GLOO_SOCKET_IFNAME={chosen} NCCL_SOCKET_IFNAME={chosen}"
     for (name, address), having in owners.items():
         if len(having) > 1:
             message = f"{', '.join(having)} have the same address, {address} on {name}: ranks connect to themselves"
             exclude = f"or exclude it from Open MPI: export OMPI_MCA_btl_tcp_if_exclude=lo,{name}"
-            found.append(warning("networks", message, f"Select the network between the hosts:\n{variables}\n{exclude}"))
+            remedy = f"Select the network between the hosts:\n{variables}\n{exclude}"
+            results.append(warning("networks", message, remedy))
     # 2. hosts whose first interface is another one than that on the route to rank 0
-    for each in hosts:
-        first, route = network_check.first_interface(each.interfaces), each.interface_to_rank_0
+    for facts in hosts:
+        first, route = network_check.first_interface(facts.interfaces), facts.interface_to_rank_0
         if route not in (None, "lo", first):
             message = (
-                f"{each.host} reaches rank 0 by {route}, but its first interface is {first}: programs that use the "
+                f"{facts.host} reaches rank 0 by {route}, but its first interface is {first}: programs that use the "
                 f"first one hang"
             )
-            found.append(warning("networks", message, f"Select the network between the hosts:\n{variables}"))
-    return found or [ok("networks", f"the hosts reach rank 0 by {chosen}")]
+            results.append(warning("networks", message, f"Select the network between the hosts:\n{variables}"))
+    return results or [ok("networks", f"the hosts reach rank 0 by {chosen}")]

@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpicomm import mpi
 from mpicomm.doctor.findings import Finding, from_error, ok, problem, warning
-from mpicomm.errors import LaunchError
+from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import detect, installed, scheduler_query
 from mpicomm.launch.mpi_library import Library
 
@@ -60,17 +61,21 @@ class TrialJob:
     """The output, if it failed."""
 
 
-def collect(library: Library, environ: Mapping[str, str]) -> LauncherFacts:
-    """Return the facts about this host; runs the launchers to get their versions."""
+def collect(environ: Mapping[str, str]) -> LauncherFacts | None:
+    """Return the facts about this host, None without an MPI library; runs the launchers to get their versions."""
+    try:
+        library = mpi.library()
+    except MPINotFoundError:  # software_check reports it
+        return None
     path, own, not_found = environ.get("PATH", ""), "", ""
     try:
         own = installed.mpiexec(library, path)
     except LaunchError as error:
         not_found = str(error)
     in_path = {
-        name: (found, installed.answer_of(found, "--version"))
+        name: (command, installed.answer_of(command, "--version"))
         for name in COMMANDS
-        if (found := shutil.which(name, path=path)) is not None
+        if (command := shutil.which(name, path=path)) is not None
     }
     job = None
     with contextlib.suppress(LaunchError):
@@ -80,8 +85,10 @@ def collect(library: Library, environ: Mapping[str, str]) -> LauncherFacts:
     )
 
 
-def check(facts: LauncherFacts) -> list[Finding]:
+def check(facts: LauncherFacts | None) -> list[Finding]:
     """Return the findings about the launchers."""
+    if facts is None:
+        return []
     return [*_check_start(facts), *_check_mpiexec(facts), *_check_srun(facts)]
 
 
@@ -106,9 +113,9 @@ def _check_mpiexec(facts: LauncherFacts) -> list[Finding]:
         fault = from_error("mpiexec", facts.not_found)
         return [dataclasses.replace(fault, status="warning") if has_srun or not is_plain else fault]
     if not others:
-        where = "" if facts.in_path else f", not in PATH: start with `mpicomm run`, or add {Path(facts.own).parent}"
-        return [ok("mpiexec", f"{facts.own} of {name}{where}")]
-    commands = " and ".join(Path(each).name for each in others)
+        advice = "" if facts.in_path else f", not in PATH: start with `mpicomm run`, or add {Path(facts.own).parent}"
+        return [ok("mpiexec", f"{facts.own} of {name}{advice}")]
+    commands = " and ".join(Path(other).name for other in others)
     finding_of = warning if has_srun or not is_plain else problem
     return [
         finding_of(
@@ -136,7 +143,7 @@ def _check_srun(facts: LauncherFacts) -> list[Finding]:
         message = f"srun has no PMI for {library.vendor}, which needs {' or '.join(library.srun_types)}: {listed}"
         return [warning("srun", message, remedy)]
     default = facts.environ.get("SLURM_MPI_TYPE")
-    if default and not any(default.startswith(each) for each in library.srun_types):
+    if default and not any(default.startswith(mpi_type) for mpi_type in library.srun_types):
         return [
             problem(
                 "srun",

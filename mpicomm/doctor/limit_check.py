@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 from mpicomm.doctor.findings import Finding, ok, problem, warning
@@ -34,7 +35,7 @@ class LimitFacts:
     """The RDMA network devices (InfiniBand, RoCE)."""
 
 
-def collect() -> LimitFacts:
+def collect(_environ: Mapping[str, str]) -> LimitFacts:
     """Return the facts about this process."""
     devices = sorted(path.name for path in _RDMA.iterdir()) if _RDMA.is_dir() else []
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -45,7 +46,7 @@ def collect() -> LimitFacts:
 
 def check(facts: LimitFacts) -> list[Finding]:
     """Return the findings about the limits."""
-    found = [_check_files(facts)]
+    results = [_check_files(facts)]
     is_limited = facts.locked != resource.RLIM_INFINITY and facts.locked < _ENOUGH_LOCKED
     if facts.rdma_devices and is_limited:
         message = (
@@ -53,8 +54,8 @@ def check(facts: LimitFacts) -> list[Finding]:
             f"({', '.join(facts.rdma_devices)}), so that MPI fails or uses TCP"
         )
         remedy = "Set it to unlimited: memlock in /etc/security/limits.conf, LimitMEMLOCK of the scheduler's daemon."
-        found.append(problem("locked memory", message, remedy))
-    return found
+        results.append(problem("locked memory", message, remedy))
+    return results
 
 
 def _check_files(facts: LimitFacts) -> Finding:

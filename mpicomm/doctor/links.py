@@ -22,11 +22,12 @@ _BATCHES = 5  # the fastest counts: other processes can only slow a batch down
 _SCALE = 1.4826  # of the median absolute deviation, so that it estimates the standard deviation of normal samples
 _DEVIATIONS = 5.0
 _FACTOR = 2.0  # from the median, which excludes differences between sockets and switches
+_MESSAGES = ((_SMALL_BYTES, _SMALL_REPEATS), (_LARGE_BYTES, _LARGE_REPEATS))
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """The figures of a pair of ranks."""
+    """The latency and the bandwidth between two ranks."""
 
     ranks: tuple[int, int]
     microseconds: float
@@ -68,29 +69,26 @@ def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
     The circle method: one member stays in its place, the others rotate. An odd member rests in each round.
     """
     circle: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
-    found = []
+    pairs_of_rounds = []
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        pairs_of_rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
         circle = [circle[0], circle[-1], *circle[1:-1]]
-    return found
+    return pairs_of_rounds
 
 
 def measure(rank: int, members: Sequence[int]) -> list[Link]:
     """Measure the links of this rank, and return those of which it is the lower one (collective among the members)."""
-    found = []
+    links = []
     for pair in itertools.chain.from_iterable(rounds(members)):
         if rank not in pair:
             continue
         other = sum(pair) - rank
-        small, large = (_seconds(rank < other, other, *each) for each in _MESSAGES)
+        small, large = (_seconds(rank < other, other, *message) for message in _MESSAGES)
         if rank < other:
-            found.append(Link(pair, small * 1e6, _LARGE_BYTES / large / 1e9))
-    return found
-
-
-_MESSAGES = ((_SMALL_BYTES, _SMALL_REPEATS), (_LARGE_BYTES, _LARGE_REPEATS))
+            links.append(Link(pair, small * 1e6, _LARGE_BYTES / large / 1e9))
+    return links
 
 
 def _seconds(sends_first: bool, other: int, nbytes: int, repeats: int) -> float:
@@ -111,14 +109,14 @@ def _seconds(sends_first: bool, other: int, nbytes: int, repeats: int) -> float:
 
 
 def outliers(links: Sequence[Link]) -> list[Outlier]:
-    """Return the members and the pairs whose figures are much worse than those of the others.
+    """Return the members and the pairs whose links are much worse than those of the others.
 
     A member is one if even the best of its links is bad; the other links of that member are then not listed. The
     rule is robust: worse than the median by more than 5 scaled median absolute deviations (MAD), and by a factor of 2.
     """
     return [
-        *_outliers_of("latency", "us", {each.ranks: each.microseconds for each in links}, min),
-        *_outliers_of("bandwidth", "GB/s", {each.ranks: each.gigabytes for each in links}, max),
+        *_outliers_of("latency", "us", {link.ranks: link.microseconds for link in links}, min),
+        *_outliers_of("bandwidth", "GB/s", {link.ranks: link.gigabytes for link in links}, max),
     ]
 
 
@@ -127,18 +125,18 @@ def _outliers_of(
 ) -> list[Outlier]:
     higher_is_better = best is max
     members = sorted(set(itertools.chain.from_iterable(values)))
-    best_of = {each: best(value for pair, value in values.items() if each in pair) for each in members}
+    best_of = {member: best(value for pair, value in values.items() if member in pair) for member in members}
     # 1. members without a good link; with two members, both have only one link
-    bad = worse([best_of[each] for each in members], higher_is_better=higher_is_better) if len(members) > 2 else []
+    bad = worse([best_of[member] for member in members], higher_is_better=higher_is_better) if len(members) > 2 else []
     slow_members = [members[index] for index in bad]
     # 2. pairs of the other members
     pairs = [pair for pair in values if not set(pair).intersection(slow_members)]
-    slow_pairs = [pairs[index] for index in worse([values[each] for each in pairs], higher_is_better=higher_is_better)]
+    slow_pairs = [pairs[index] for index in worse([values[pair] for pair in pairs], higher_is_better=higher_is_better)]
     of_members = statistics.median(best_of.values()) if members else 0.0
-    of_pairs = statistics.median(values[each] for each in pairs) if pairs else 0.0
+    of_pairs = statistics.median(values[pair] for pair in pairs) if pairs else 0.0
     return [
-        *(Outlier((each,), quantity, best_of[each], of_members, unit) for each in slow_members),
-        *(Outlier(each, quantity, values[each], of_pairs, unit) for each in slow_pairs),
+        *(Outlier((member,), quantity, best_of[member], of_members, unit) for member in slow_members),
+        *(Outlier(pair, quantity, values[pair], of_pairs, unit) for pair in slow_pairs),
     ]
 
 
@@ -155,6 +153,6 @@ def worse(values: Sequence[float], *, higher_is_better: bool) -> list[int]:
     sign = -1 if higher_is_better else 1
     badness = [sign * math.log(value) for value in values]
     median = statistics.median(badness)
-    deviation = _SCALE * statistics.median(abs(each - median) for each in badness)
+    deviation = _SCALE * statistics.median(abs(value - median) for value in badness)
     limit = median + max(_DEVIATIONS * deviation, math.log(_FACTOR))
-    return [index for index, each in enumerate(badness) if each > limit]
+    return [index for index, value in enumerate(badness) if value > limit]

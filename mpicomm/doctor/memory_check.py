@@ -1,4 +1,9 @@
-"""Checks of memory that processes share: cross-memory attach (CMA), /dev/shm, and huge pages."""
+"""Checks of memory that processes share: cross-memory attach (CMA), /dev/shm, and huge pages.
+
+By CMA, MPI copies large messages between the memory of two processes. Run as a program, this module reads a word in the
+memory of its parent, and exits with the error number: the kernel permits that between processes like ranks, of which
+none is an ancestor of the other, only if it permits CMA at all.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from mpicomm import host_info
@@ -39,7 +45,7 @@ class MemoryFacts:
     """When the kernel uses transparent huge pages: always, madvise, never or unknown."""
 
 
-def collect() -> MemoryFacts:
+def collect(_environ: Mapping[str, str]) -> MemoryFacts:
     """Return the facts about this host; starts a child process, which reads memory of this one."""
     total = free = 0
     if _SHM.is_dir() and os.access(_SHM, os.W_OK):
@@ -55,7 +61,7 @@ def check(facts: MemoryFacts) -> list[Finding]:
 def _cma_error() -> int:
     token = ctypes.create_string_buffer(_TOKEN)
     arguments = [str(os.getpid()), str(ctypes.addressof(token)), str(len(_TOKEN))]
-    command = [sys.executable, "-m", "mpicomm.doctor.process_memory", *arguments]
+    command = [sys.executable, "-m", "mpicomm.doctor.memory_check", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_CHILD_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -106,3 +112,25 @@ def _check_huge_pages(facts: MemoryFacts) -> Finding:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+# -- the memory of another process -------------------------------------------------------------------------------------
+
+
+class _Vector(ctypes.Structure):  # struct iovec of C
+    _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def read_error(pid: int, address: int, length: int) -> int:
+    """Return the error number of reading another process's memory; 0 if it can be read."""
+    output = ctypes.create_string_buffer(length)
+    local, remote = _Vector(ctypes.addressof(output), length), _Vector(address, length)
+    read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    vectors = (ctypes.POINTER(_Vector), ctypes.c_ulong)
+    read.argtypes, read.restype = (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong), ctypes.c_ssize_t
+    done = read(pid, local, 1, remote, 1, 0)
+    return 0 if done == length else ctypes.get_errno()
+
+
+if __name__ == "__main__":
+    sys.exit(read_error(*map(int, sys.argv[1:])))

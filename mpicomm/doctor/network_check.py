@@ -48,7 +48,7 @@ def collect(environ: Mapping[str, str]) -> NetworkFacts:
     except (OSError, UnicodeError) as failure:
         error = getattr(failure, "strerror", None) or str(failure)
     seconds = time.monotonic() - start
-    chosen = {each: environ[each] for each in _VARIABLES if environ.get(each)}
+    chosen = {name: environ[name] for name in _VARIABLES if environ.get(name)}
     return NetworkFacts(name, tuple(addresses), error, seconds, tuple(interfaces.listed()), chosen)
 
 
@@ -64,8 +64,8 @@ def first_interface(listed: Sequence[tuple[str, str]]) -> str | None:
 
 def is_local(address: str) -> bool:
     """Return whether an address is valid on its own host or link only."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    return found.is_loopback or (found.version == 6 and found.is_link_local)
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return parsed.is_loopback or (parsed.version == 6 and parsed.is_link_local)
 
 
 def _check_name(facts: NetworkFacts) -> Finding:
@@ -84,7 +84,7 @@ def _check_name(facts: NetworkFacts) -> Finding:
             f"resolving {name} took {facts.resolve_seconds:.0f} s: each start of a job waits as long",
             f"Add the name and an address of this host to {hosts}; correct the name servers in /etc/resolv.conf.",
         )
-    if all(is_local(each) for each in facts.addresses):
+    if all(is_local(address) for address in facts.addresses):
         return warning(
             "host name",
             f"{name} resolves to {', '.join(facts.addresses)}: with several hosts, Gloo and torchrun pass this "
@@ -104,7 +104,7 @@ def _check_interfaces(listed: Sequence[tuple[str, str]]) -> Finding:
             "For jobs on several hosts, bring up the interface of their network (`ip link`).",
         )
     if _VIRTUAL.match(first):
-        real = next((each for each in others if not _VIRTUAL.match(each)), "NAME")
+        real = next((name for name in others if not _VIRTUAL.match(name)), "NAME")
         return warning(
             "interfaces",
             f"the first interface, {first}, is one of containers or virtual machines, which other hosts cannot reach: "
@@ -116,7 +116,7 @@ def _check_interfaces(listed: Sequence[tuple[str, str]]) -> Finding:
 
 
 def _check_chosen(facts: NetworkFacts) -> list[Finding]:
-    known = {each for interface in facts.interfaces for each in interface}
+    known = {text for interface in facts.interfaces for text in interface}
     return [
         problem(
             variable,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
 
 from mpicomm import host_info
 from mpicomm.doctor.findings import Finding, ok, problem, warning
+from mpicomm.errors import LaunchError
+from mpicomm.launch import detect
 from mpicomm.watchdog import hang_report
 
 OMP = "OMP_NUM_THREADS"
@@ -45,12 +48,11 @@ class ProcessorFacts:
         return int(first) if first.isdecimal() and int(first) else None
 
 
-def collect(environ: Mapping[str, str], local_size: int) -> ProcessorFacts:
-    """Return the facts about this process.
-
-    Args:
-        local_size: The number of ranks on this host.
-    """
+def collect(environ: Mapping[str, str]) -> ProcessorFacts:
+    """Return the facts about this process."""
+    local_size = 1
+    with contextlib.suppress(LaunchError):  # launcher_check reports it
+        local_size = detect.detect(environ).local_size
     cpus = os.sched_getaffinity(0)
     return ProcessorFacts(
         tuple(sorted(cpus)),

@@ -84,27 +84,27 @@ def oldest_supported() -> dict[str, str]:
 
 def parse_requirements(requirements: Iterable[str]) -> dict[str, str]:
     """Return the oldest version that each requirement allows, without the requirements of extras."""
-    matches = [_REQUIREMENT.match(each) for each in requirements if ";" not in each]
+    matches = [_REQUIREMENT.match(text) for text in requirements if ";" not in text]
     return {match[1]: match[2] or "" for match in matches if match}
 
 
 def check(facts: SoftwareFacts) -> list[Finding]:
     """Return the findings about the software."""
-    found = [each for name in facts.oldest if (each := _version(name, facts)) is not None]
-    if not found:
+    results = [finding for name in facts.oldest if (finding := _version(name, facts)) is not None]
+    if not results:
         shown = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-        found = [ok("versions", shown)]
+        results = [ok("versions", shown)]
     if facts.torch_error:
-        found.append(problem("torch", f"torch cannot be imported: {facts.torch_error}", "Reinstall torch."))
+        results.append(problem("torch", f"torch cannot be imported: {facts.torch_error}", "Reinstall torch."))
     if facts.numpy_error:
         remedy = "Install versions that fit: a torch built for NumPy 1 needs `pip install 'numpy<2'`."
-        found.append(problem("NumPy", f"torch cannot use NumPy: {facts.numpy_error}", remedy))
-    found.append(from_error("MPI", facts.mpi_error) if facts.library is None else ok("MPI", facts.library.title))
+        results.append(problem("NumPy", f"torch cannot use NumPy: {facts.numpy_error}", remedy))
+    results.append(from_error("MPI", facts.mpi_error) if facts.library is None else ok("MPI", facts.library.title))
     if facts.settings_error:
-        found.append(from_error("MPICOMM_*", facts.settings_error))
+        results.append(from_error("MPICOMM_*", facts.settings_error))
     if not facts.native:
-        found.append(warning("C library", shm.MISSING_LIBRARY, shm.LIBRARY_REMEDY))
-    return found
+        results.append(warning("C library", shm.MISSING_LIBRARY, shm.LIBRARY_REMEDY))
+    return results
 
 
 def _version(name: str, facts: SoftwareFacts) -> Finding | None:

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from mpicomm import arguments
 from mpicomm.collective_ops.collectives import barrier, broadcast_object
 from mpicomm.integrations import serving
-from mpicomm.integrations.required_package import installed_by
-from mpicomm.integrations.world_argument import require_world
+from mpicomm.integrations.requirements import installed_by, require_world
 from mpicomm.session import World
 
 with installed_by("dask"):

@@ -6,7 +6,7 @@ import weakref
 
 from mpicomm import session
 from mpicomm.errors import LaunchError
-from mpicomm.integrations.required_package import installed_by
+from mpicomm.integrations.requirements import installed_by
 
 with installed_by("lightning"):
     from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -65,8 +65,8 @@ class WorldEnvironment(ClusterEnvironment):
     @staticmethod
     def detect() -> bool:
         """Return whether this process is in a job that `bootstrap()` has formed."""
-        found = session.current()
-        return found is not None and found.is_open
+        current = session.current()
+        return current is not None and current.is_open
 
     def world_size(self) -> int:
         """Return the number of ranks of the job."""

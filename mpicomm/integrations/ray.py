@@ -20,8 +20,7 @@ from mpicomm.arguments import Deadline
 from mpicomm.collective_ops.collectives import all_gather_object, broadcast_object
 from mpicomm.errors import MpicommError
 from mpicomm.integrations import serving
-from mpicomm.integrations.required_package import installed_by
-from mpicomm.integrations.world_argument import require_world
+from mpicomm.integrations.requirements import installed_by, require_world
 from mpicomm.launch import environment
 from mpicomm.session import World
 
@@ -32,7 +31,7 @@ with installed_by("ray", "ray>=2.52"):  # the first with authentication by a tok
 _OPTIONS = arguments.Expected(
     "a sequence of str",
     lambda value: (
-        isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, str) for each in value)
+        isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(word, str) for word in value)
     ),
     remedy='Pass a list of options, such as ["--num-gpus=4"].',
 )
@@ -172,9 +171,9 @@ class _Node:
     @property
     def address(self) -> str:
         """The address of the cluster, which `ray start --head` prints."""
-        found = _ADDRESS.search(self._log.read_text(errors="replace"))
-        assert found is not None
-        return found[1]
+        match = _ADDRESS.search(self._log.read_text(errors="replace"))
+        assert match is not None
+        return match[1]
 
     def close(self) -> None:
         """End Ray's processes on this node, and remove their files."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from mpicomm.errors import MpicommError
-from mpicomm.integrations.world_argument import require_world
+from mpicomm.integrations.requirements import require_world
 from mpicomm.session import World
 from mpicomm.startup import interfaces
 

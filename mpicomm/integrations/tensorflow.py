@@ -9,8 +9,7 @@ import socket
 from mpicomm.collective_ops.collectives import all_gather_object
 from mpicomm.errors import MpicommError
 from mpicomm.integrations import serving
-from mpicomm.integrations.required_package import installed_by
-from mpicomm.integrations.world_argument import require_world
+from mpicomm.integrations.requirements import installed_by, require_world
 from mpicomm.session import World
 
 with installed_by("tensorflow"):

@@ -214,7 +214,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises:
         LaunchError: If the text has another form.
     """
-    matches = [_HOST.fullmatch(each) for each in text.split(",")]
+    matches = [_HOST.fullmatch(host) for host in text.split(",")]
     if not all(matches):
         raise LaunchError(f"--hosts {text}: expected names with the number of ranks on each, as in --hosts a:4,b:4")
     return _merged([(match["name"], match["slots"]) for match in matches if match])
@@ -230,7 +230,7 @@ def parse_host_file(text: str, path: str) -> tuple[Host, ...]:
     Raises:
         LaunchError: If a line has another form, or if the file has no host.
     """
-    found: list[tuple[str, str | None]] = []
+    listed: list[tuple[str, str | None]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].strip()
         if not words:
@@ -239,18 +239,18 @@ def parse_host_file(text: str, path: str) -> tuple[Host, ...]:
         slots = _SLOTS.search(words)
         if match is None or (match["rest"].strip() and "=" not in match["rest"]):
             raise LaunchError(f"{path}, line {number}: expected `host slots=4` or `host:4`, got {line.strip()!r}")
-        found.append((match["name"], slots[1] if slots else match["hydra"]))
-    if not found:
+        listed.append((match["name"], slots[1] if slots else match["hydra"]))
+    if not listed:
         raise LaunchError(f"{path} names no host; expected lines like `host slots=4` or `host:4`")
-    return _merged(found)
+    return _merged(listed)
 
 
-def _merged(found: Sequence[tuple[str, str | None]]) -> tuple[Host, ...]:
+def _merged(listed: Sequence[tuple[str, str | None]]) -> tuple[Host, ...]:
     """Merge repeated hosts: a host that is named n times gets n ranks, or the sum of its numbers."""
     sums: dict[str, int] = {}
-    for name, slots in found:
+    for name, slots in listed:
         sums[name] = sums.get(name, 0) + int(slots or 1)
-    if all(slots is None for _, slots in found) and len(sums) == len(found):
+    if all(slots is None for _, slots in listed) and len(sums) == len(listed):
         return tuple(Host(name) for name in sums)
     return tuple(Host(name, slots) for name, slots in sums.items())
 

@@ -21,12 +21,6 @@ _PMIX = "pmix"
 _EXPORT = "SLURM_EXPORT_ENV"
 _OVERLAP = "SLURM_OVERLAP"
 
-# Slurm sets the rank of each agent's node. The rendezvous is on the first node of the step.
-_TORCHRUN_TASK = (
-    'PET_NODE_RANK=$SLURM_NODEID PET_MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1) '
-    'exec "$@"'
-)
-
 
 # -- mpiexec -----------------------------------------------------------------------------------------------------------
 
@@ -77,7 +71,7 @@ def mpiexec(
     mpi = library.implementation
     place = _placement(request, machine, job)
     # 1. the environment of the ranks
-    is_bound_by_user = any(environ.get(name) for each in IMPLEMENTATIONS for name in each.binding_variables)
+    is_bound_by_user = any(environ.get(name) for vendor in IMPLEMENTATIONS for name in vendor.binding_variables)
     if is_bound_by_user:
         place = dataclasses.replace(place, is_exclusive=False)
     child = environment.for_ranks(_without_threads_for_one(environ, place), threads=place.cores // place.per_node)
@@ -295,26 +289,3 @@ def torchrun(request: Request, node: Node, machine: Machine, environ: Mapping[st
     child = environment.for_ranks(environ, threads=machine.cores // ranks)
     command = (machine.python, *_TORCHRUN, *options, "--no-python", *request.rank_command(machine.python))
     return Start(command, child | (_TORCHRUN_TAG if request.tag_output else {}))
-
-
-def torchrun_by_srun(
-    request: Request, job: SlurmAllocation, port: int, machine: Machine, environ: Mapping[str, str]
-) -> Start:
-    """Return the launch of ranks on all nodes of a Slurm allocation, or on one node per rank if there are fewer ranks.
-
-    Raises:
-        LaunchError: If the nodes cannot have equal numbers of ranks.
-    """
-    ranks = request.ranks or job.ranks
-    nodes = min(job.nodes, ranks)
-    if ranks % nodes:
-        raise LaunchError(
-            f"torchrun needs the same number of ranks on every node, got {ranks} ranks and {nodes} nodes.\n"
-            f"Pass a multiple of {nodes} as the number of ranks."
-        )
-    cpus = min(job.cpus, default=1)
-    step = ("srun", "--mpi=none", f"--nodes={nodes}", f"--ntasks={nodes}", f"--cpus-per-task={cpus}")
-    options = (f"--nnodes={nodes}", f"--nproc-per-node={ranks // nodes}", f"--master-port={port}", "--no-python")
-    agent = (machine.python, *_TORCHRUN, *options, *_rank_command(request, machine))
-    child = environment.for_ranks(environ, threads=cpus * nodes // ranks)
-    return Start((*step, "bash", "-c", _TORCHRUN_TASK, "bash", *agent), child)

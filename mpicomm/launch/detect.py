@@ -253,15 +253,15 @@ def _problem_with_copies(
 ) -> str | None:
     if size > 1 or launch.all_claims:
         return None
-    for each in COPY_COMMANDS:
-        task = environ.get(each.task)
-        if task and not re.fullmatch(each.in_script, task):
+    for copier in COPY_COMMANDS:
+        task = environ.get(copier.task)
+        if task and not re.fullmatch(copier.in_script, task):
             return (
-                f"{each.title} started this process, but MPI reports rank 0 of 1: {each.title} starts copies of a "
+                f"{copier.title} started this process, but MPI reports rank 0 of 1: {copier.title} starts copies of a "
                 f"program,\nand does not connect them by MPI.\n"
-                f"  {each.title}: {each.task}={task}\n"
+                f"  {copier.title}: {copier.task}={task}\n"
                 f"  MPI: rank 0 of 1 ({library.title})\n"
-                f"Start the ranks in the job script, without {each.title}:\n"
+                f"Start the ranks in the job script, without {copier.title}:\n"
                 f"  mpicomm run {command}\n"
                 f"or set MPICOMM_LAUNCHER=single to run each process on its own."
             )

@@ -55,10 +55,10 @@ def refuse_ranks(environ: Mapping[str, str], ancestors: Sequence[str]) -> None:
 
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables of another job."""
-    names = {name for each in _CLEARED for name in each.variables()} - _ADDRESS
+    names = {name for launcher in _CLEARED for name in launcher.variables()} - _ADDRESS
     if not names.isdisjoint(environ):  # without rank variables the user set the address, and bootstrap() uses it
         names |= _ADDRESS
-    patterns = [pattern for each in _CLEARED for pattern in each.other_variables]
+    patterns = [pattern for launcher in _CLEARED for pattern in launcher.other_variables]
     return {
         name: value
         for name, value in environ.items()

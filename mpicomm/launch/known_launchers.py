@@ -146,4 +146,4 @@ COPY_COMMANDS = (
 
 def starts_ranks(process: str, launchers: Sequence[Launcher] = ALL) -> bool:
     """Return whether a process of this name belongs to one of the launchers."""
-    return any(name in process for each in launchers for name in (*each.commands, *each.daemons))
+    return any(name in process for launcher in launchers for name in (*launcher.commands, *launcher.daemons))

@@ -126,7 +126,7 @@ class Library:
         """The description of the implementation; an unknown one is taken for a derivative of MPICH."""
         if "CRAY" in self.description.upper():
             return CRAY_MPICH
-        return next((each for each in IMPLEMENTATIONS if each.vendor == self.vendor), Implementation(self.vendor))
+        return next((known for known in IMPLEMENTATIONS if known.vendor == self.vendor), Implementation(self.vendor))
 
     @property
     def srun_types(self) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class Library:
         if needed and not environ.get(needed):
             return None
         available = set(re.findall(r"[\w-]+", listed))
-        return next((each for each in self.srun_types if each in available), None)
+        return next((mpi_type for mpi_type in self.srun_types if mpi_type in available), None)
 
     def gpu_environ(self, loaded: str) -> Mapping[str, str]:
         """Return the variables that enable GPU buffers.
@@ -180,7 +180,7 @@ class Library:
             path: The directories of PATH.
         """
         above = [parent / "bin" for parent in Path(self.path).parents] if self.path else []
-        directories = [*above, *[Path(each) for each in path if each]]
+        directories = [*above, *[Path(directory) for directory in path if directory]]
         names = self.implementation.commands
         return list(dict.fromkeys(str(directory / name) for directory in directories for name in names))
 
@@ -212,16 +212,16 @@ class Library:
         """
         package, names = self.implementation.package, self.implementation.commands
         install = f"pip install {package}=={self.version}, or load" if package else "Load"
-        found = f"Found launchers of other MPIs: {', '.join(others)}.\n" if others else ""
-        where = f"above {self.path} and in PATH" if self.path else "in PATH"
+        others_found = f"Found launchers of other MPIs: {', '.join(others)}.\n" if others else ""
+        places = f"above {self.path} and in PATH" if self.path else "in PATH"
         return (
             f"mpiexec of {self.vendor} {self.version}, which mpi4py loads, was not found.\n"
-            f"Searched for {' and '.join(names)} in each bin directory {where}.\n"
-            f"{found}{install} your site's module, or use the site's own launcher."
+            f"Searched for {' and '.join(names)} in each bin directory {places}.\n"
+            f"{others_found}{install} your site's module, or use the site's own launcher."
         )
 
 
 def _version_match(output: str) -> re.Match[str] | None:
     """Return the first match of the implementations' patterns; None for an unknown launcher, such as one of a site."""
-    patterns = dict.fromkeys(each.version_output for each in IMPLEMENTATIONS)
-    return next((found for pattern in patterns if (found := re.search(pattern, output))), None)
+    patterns = dict.fromkeys(known.version_output for known in IMPLEMENTATIONS)
+    return next((match for pattern in patterns if (match := re.search(pattern, output))), None)

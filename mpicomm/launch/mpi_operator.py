@@ -45,8 +45,8 @@ def host_file(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 def ignored_host_file(environ: Mapping[str, str], library: Library) -> tuple[str, str] | None:
     """Return the variable and the path of a host file that the library's own launcher ignores."""
-    found = host_file(environ)
-    return None if found is None or found[0] == _host_file_variable(library) else found
+    named = host_file(environ)
+    return None if named is None or named[0] == _host_file_variable(library) else named
 
 
 def parse(text: str, path: str, ranks: int | None) -> tuple[Host, ...]:
@@ -85,15 +85,15 @@ def for_launcher(environ: Mapping[str, str], library: Library) -> dict[str, str]
     return child
 
 
-def problem(text: str, found: tuple[str, str], library: Library, hosts: Sequence[str]) -> str | None:
+def problem(text: str, ignored: tuple[str, str], library: Library, hosts: Sequence[str]) -> str | None:
     """Return the error message if the ranks are on fewer hosts than an ignored host file names.
 
     Args:
         text: The contents of the file.
-        found: The result of `ignored_host_file`.
+        ignored: The result of `ignored_host_file`.
         hosts: The host of every rank.
     """
-    variable, path = found
+    variable, path = ignored
     named, used = allocation.parse_host_file(text, path), dict.fromkeys(hosts)
     if len(used) >= len(named):
         return None

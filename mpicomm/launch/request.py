@@ -158,15 +158,15 @@ def variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
     Raises:
         LaunchError: If a word has another form, or a variable is not set.
     """
-    found = {}
+    values = {}
     for word in words:
         name, has_value, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise LaunchError(f"--env {without_value(word)}: expected NAME=VALUE, or NAME of a variable that is set.")
         if not has_value and name not in environ:
             raise LaunchError(f"--env {name}: {name} is not set in this environment.\nUse --env {name}=VALUE.")
-        found[name] = value if has_value else environ[name]
-    return found
+        values[name] = value if has_value else environ[name]
+    return values
 
 
 def without_value(word: str) -> str:
@@ -186,7 +186,7 @@ def command_line(words: Sequence[str]) -> str:
             shown.append(f"{option}={without_value(value)}")
         else:
             shown.append(word)
-    return " ".join(each if each.endswith("=***") else shlex.quote(each) for each in shown)
+    return " ".join(word if word.endswith("=***") else shlex.quote(word) for word in shown)
 
 
 def torchrun_parts(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:

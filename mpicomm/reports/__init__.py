@@ -1,1 +1,1 @@
-"""Reports of runs and benchmarks from their files: figures, tables and plots. Requires neither torch nor MPI."""
+"""Reports of runs and benchmarks from their files: metrics, tables and plots. Requires neither torch nor MPI."""

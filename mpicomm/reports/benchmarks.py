@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from mpicomm import terminal
-from mpicomm.reports import drawing
+from mpicomm.reports import plots
 from mpicomm.reports.result_files import Rows, key_of, kind_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def operation_tables(rows: Rows, before: Rows = ()) -> list[Table]:
         before: Rows of an earlier run to compare with.
     """
     earlier = {key_of(row): row["us"] for row in before}
-    return [_operation_table(kind, each, earlier) for kind, each in _by_kind(rows).items()]
+    return [_operation_table(kind, of_kind, earlier) for kind, of_kind in _by_kind(rows).items()]
 
 
 def step_table(rows: Rows) -> Table:
@@ -44,9 +44,9 @@ def step_table(rows: Rows) -> Table:
     ms = {(row["model"], row["strategy"], row["backend"]): row["ms"] for row in rows}
     for row in rows:
         names = [row["model"], f"{row['parameters']:,}", row["strategy"], row["backend"]]
-        figures = [f"{row[name]:.3f}" for name in ("ms", "ms_median", "data_ms", "compute_ms", "communication_ms")]
+        metrics = [f"{row[name]:.3f}" for name in ("ms", "ms_median", "data_ms", "compute_ms", "communication_ms")]
         ratios = [_ratio(row["ms"], ms.get((row["model"], row["strategy"], other))) for other in (OURS, NOTHING)]
-        cells.append([*names, *figures, *ratios])
+        cells.append([*names, *metrics, *ratios])
     return _table("milliseconds per step", ["model", "params", "strategy", "backend"],
         ["step", "median", "data", "compute", "comm", "/ mpi", "/ none"], cells)  # fmt: skip
 
@@ -56,38 +56,13 @@ def decode_table(rows: Rows) -> Table:
     cells = []
     ours = {row["model"]: row["tokens_per_s"] for row in rows if row["backend"] == OURS}
     for row in rows:
-        figures = [f"{row[name]:.1f}" for name in ("tokens_per_s", "tokens_per_s_median", "us_per_token")]
+        metrics = [f"{row[name]:.1f}" for name in ("tokens_per_s", "tokens_per_s_median", "us_per_token")]
         reductions = [str(row["all_reduces"]), _shown_size(row["nbytes"])] if row["all_reduces"] else [_UNKNOWN] * 2
         wrong = _UNKNOWN if row["wrong"] is None else str(row["wrong"])
         names = [row["model"], f"{row['parameters']:,}", row["backend"]]
-        cells.append([*names, *figures, *reductions, wrong, _ratio(row["tokens_per_s"], ours.get(row["model"]))])
+        cells.append([*names, *metrics, *reductions, wrong, _ratio(row["tokens_per_s"], ours.get(row["model"]))])
     return _table("tokens per second", ["model", "params", "backend"],
         ["tokens/s", "median", "us/token", "reductions", "size", "wrong", "/ mpi"], cells)  # fmt: skip
-
-
-def startup_table(rows: Rows, ours: str, import_seconds: float) -> Table:
-    """Return the table of starts, with one row for each number of ranks.
-
-    Args:
-        rows: The rows of `bench.startup.measure`.
-        ours: The name of the launcher whose steps are shown, and with which the others are compared.
-        import_seconds: The duration of `import mpicomm`.
-    """
-    ways = list(dict.fromkeys(row["way"] for row in rows))
-    steps = list(rows[0]["steps"] if rows[0]["way"] == ours else {})
-    cells = []
-    by_number: dict[int, dict[str, Mapping[str, Any]]] = {}
-    for row in rows:
-        by_number.setdefault(row["ranks"], {})[row["way"]] = row
-    for ranks, row in by_number.items():
-        whole = row[ours]["seconds"]
-        parts = [f"{row[ours]['steps'][step]:.3f}" for step in steps]
-        others = [f"{row[way]['seconds']:.2f} ({row[way]['seconds'] / whole:.2f}x)" for way in ways if way != ours]
-        cells.append([ranks, f"{whole:.2f}", *parts, *others])
-    title = "seconds from the launch command to the end of the first all_reduce, fastest start"
-    found = _table(title, [], ["ranks", ours, *steps, *[way for way in ways if way != ours]], cells)
-    found.caption, found.caption_justify = f"import mpicomm: {1e3 * import_seconds:.1f} ms", "left"
-    return found
 
 
 def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[Any, float]) -> Table:
@@ -109,15 +84,15 @@ def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[A
         first = "" if row["nbytes"] == size else _shown_size(row["nbytes"])
         size = row["nbytes"]
         cells.append([first, *_cells(row), *[show(row) for show in shown.values()]])
-    found = _table(_title_of(kind), ["size", "backend"], ["us", "p99", "GB/s", "bus", "wrong", *shown], cells)
-    found.columns[0].justify = "right"
-    return found
+    table = _table(_title_of(kind), ["size", "backend"], ["us", "p99", "GB/s", "bus", "wrong", *shown], cells)
+    table.columns[0].justify = "right"
+    return table
 
 
-def _table(title: str, names: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """Return a table whose columns are names, on the left, and figures."""
+def _table(title: str, names: Sequence[str], metrics: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """Return a table whose columns are names, aligned to the left, and metrics."""
     style: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-    return terminal.table([*names, *figures], rows, right=figures, title=title, **style)
+    return terminal.table([*names, *metrics], rows, right=metrics, title=title, **style)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -129,12 +104,12 @@ def _shown(us: float) -> str:
     return f"{us:.2f}" if us < 1000 else f"{us:.0f}"
 
 
-def _ratio(one: float, other: float | None) -> str:
-    return _UNKNOWN if other is None else f"{one / other:.2f}"
+def _ratio(value: float, other: float | None) -> str:
+    return _UNKNOWN if other is None else f"{value / other:.2f}"
 
 
-def _difference(one: float, other: float | None) -> str:
-    return _UNKNOWN if other is None else f"{one - other:+.1f}"
+def _difference(value: float, other: float | None) -> str:
+    return _UNKNOWN if other is None else f"{value - other:+.1f}"
 
 
 # -- plots -------------------------------------------------------------------------------------------------------------
@@ -149,11 +124,11 @@ def draw(rows: Rows) -> Figure:
         ImportError: If matplotlib is not installed.
     """
     kinds = _by_kind(rows)
-    figure = drawing.new_figure((_INCHES_WIDE, _INCHES_EACH * max(1, len(kinds))))
+    figure = plots.new_figure((_INCHES_WIDE, _INCHES_EACH * max(1, len(kinds))))
     panels = figure.subplots(max(1, len(kinds)), len(_PANELS), squeeze=False)
-    for (kind, each), pair in zip(kinds.items(), panels, strict=False):
+    for (kind, of_kind), pair in zip(kinds.items(), panels, strict=False):
         for axes, (name, label) in zip(pair, _PANELS, strict=True):
-            _draw(axes, each, name)
+            _draw(axes, of_kind, name)
             axes.set_title(_title_of(kind), fontsize="medium")
             axes.set_ylabel(label)
     return figure
@@ -181,10 +156,10 @@ def _draw(axes: Axes, rows: Rows, name: str) -> None:
 
 
 def _by_kind(rows: Rows) -> dict[tuple[str, str, bool], list[Mapping[str, Any]]]:
-    found: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
+    by_kind: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(kind_of(row), []).append(row)
-    return found
+        by_kind.setdefault(kind_of(row), []).append(row)
+    return by_kind
 
 
 def _title_of(kind: tuple[str, str, bool]) -> str:

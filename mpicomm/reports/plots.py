@@ -1,30 +1,64 @@
-"""Plots of runs over the optimizer steps: losses, throughput and the time by part."""
+"""Plots with matplotlib, written to files only: figures, and runs over the optimizer steps."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpicomm.metrics_file import PARTS
-from mpicomm.reports import drawing
 from mpicomm.reports.runs import Run, percentages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_DPI = 150
 _INCHES = (8.0, 9.0)
 _TITLE_COLUMNS = 80
 
 
-def draw(runs: Sequence[Run]) -> Figure:
-    """Return the figure: three panels with a common axis of optimizer steps.
+def new_figure(inches: tuple[float, float]) -> Figure:
+    """Return an empty figure.
 
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    figure = drawing.new_figure(_INCHES)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"plotting requires matplotlib: {error}.\nInstall it: pip install matplotlib") from error
+    # Without pyplot, which would select a matplotlib backend for the whole process and keep the figure alive.
+    figure = Figure(figsize=inches, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure to a PNG file.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    try:
+        figure.savefig(path, format="png", dpi=_DPI)
+    except OSError as error:
+        why = error.strerror or error
+        raise OSError(f"cannot write {path}: {why}.\nPass a file in a directory to which you can write.") from error
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def draw(runs: Sequence[Run]) -> Figure:
+    """Return the figure of runs: three panels with a common axis of optimizer steps.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    figure = new_figure(_INCHES)
     losses, throughput, times = figure.subplots(3, 1, sharex=True)
     _draw_losses(losses, runs)
     _draw_throughput(throughput, runs)
@@ -77,7 +111,7 @@ def _draw_parts(axes: Axes, run: Run) -> None:
     if shares:
         # Each entry covers the steps before it, so the areas start at the first step of the run.
         steps = [run.entries[0].step, *[step for step, _ in shares]]
-        stacks = [[each[part] for each in [shares[0][1], *[parts for _, parts in shares]]] for part in PARTS]
+        stacks = [[parts[part] for parts in [shares[0][1], *[parts for _, parts in shares]]] for part in PARTS]
         axes.stackplot(steps, stacks, labels=PARTS, step="pre", alpha=0.8)
 
 
@@ -104,6 +138,6 @@ def _line(axes: Axes, points: Sequence[tuple[int, float]], colour: int, style: s
     axes.plot(steps, values, visible, color=f"C{colour}", label=label, markersize=4)
 
 
-def _label(what: str, run: Run, runs: Sequence[Run]) -> str:
+def _label(curve: str, run: Run, runs: Sequence[Run]) -> str:
     """Return the legend of a curve. Dollars are escaped: matplotlib renders text between them as formulas."""
-    return what if len(runs) == 1 else f"{what}, {run.name}".replace("$", r"\$")
+    return curve if len(runs) == 1 else f"{curve}, {run.name}".replace("$", r"\$")

@@ -11,13 +11,13 @@ from typing import Any
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write(path: Path, found: Any) -> None:
+def write(path: Path, results: Any) -> None:
     """Write a results file.
 
     Raises:
         OSError: If the file cannot be written.
     """
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_csv(path: Path, rows: Rows) -> None:

@@ -91,11 +91,11 @@ def read(directory: Path, name: str) -> Run:
     _check(directory)
     path = directory / NAME
     lines = enumerate(path.read_bytes().split(b"\n"), start=1)
-    found = [(number, _parsed(line)) for number, line in lines if line.strip()]
-    written = _walked(values for _, values in found if values is not None)
+    parsed = [(number, _parsed(line)) for number, line in lines if line.strip()]
+    written = _walked(values for _, values in parsed if values is not None)
     warnings = [
         f"line {number} of {path} is not a valid entry and is skipped; the report lacks its values."
-        for number in _damaged(found)
+        for number in _damaged(parsed)
     ]
     if not written:
         warnings.append(f"{path} has no entries: the run ended before its first entry, or has not started yet.")
@@ -125,27 +125,27 @@ def _parsed(line: bytes) -> _Values | None:
     return values if isinstance(values, dict) and isinstance(values.get("event"), str) else None
 
 
-def _damaged(found: Sequence[tuple[int, _Values | None]]) -> list[int]:
+def _damaged(lines: Sequence[tuple[int, _Values | None]]) -> list[int]:
     """Return the numbers of invalid lines that a crash does not explain.
 
     A crash truncates only the last line of the file, or the line before a start or resume entry.
     """
-    following = [values for _, values in found[1:]]
+    following = [values for _, values in lines[1:]]
     return [
         number
-        for (number, values), after in zip(found, following, strict=False)
+        for (number, values), after in zip(lines, following, strict=False)
         if values is None and (after is None or after["event"] not in BEGINNINGS)
     ]
 
 
-def _walked(found: Iterable[_Values]) -> list[Entry]:
+def _walked(valid: Iterable[_Values]) -> list[Entry]:
     """Return all entries of the file, with the samples of step entries.
 
     The samples follow from the preceding entries, including those that `_counting` leaves out.
     """
     entries: list[Entry] = []
     last = mark = Entry()
-    for values in found:
+    for values in valid:
         event = values["event"]
         last = Entry(
             event,
@@ -178,7 +178,7 @@ def _counting(written: Iterable[Entry]) -> list[Entry]:
         if entry.event == "start":
             kept = []
         elif entry.event in _CONTINUATIONS:
-            kept = [each for each in kept if each.step <= entry.step or each.event in _KEPT]
+            kept = [earlier for earlier in kept if earlier.step <= entry.step or earlier.event in _KEPT]
         kept.append(entry)
     last = {(entry.event, entry.epoch): entry for entry in kept if entry.event in _ONCE_AN_EPOCH}
     return [entry for entry in kept if last.get((entry.event, entry.epoch), entry) is entry]

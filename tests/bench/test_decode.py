@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import mpicomm
 from mpicomm.bench import compared_backends, decode
-from mpicomm.bench.compared_backends import Reducer
-from mpicomm.bench.decode import Decoder, Shape
+from mpicomm.bench.decode import Decoder, Reducer, Shape
 from mpicomm.bench.timing import Bench
 from mpicomm.errors import LaunchError
 
@@ -23,7 +24,8 @@ def short() -> Bench:
 
 @pytest.fixture(scope="module", name="reducers")
 def _reducers(world: mpicomm.World) -> dict[str, Reducer]:
-    return {name: compared_backends.reducer(name, world) for name in ("mpi", "gloo")}
+    groups = {name: compared_backends.group(name, world) for name in ("mpi", "gloo")}
+    return {name: functools.partial(dist.all_reduce, group=group) for name, group in groups.items()}
 
 
 @pytest.fixture(name="tiny")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import types
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm.bench import compared_backends, known_inputs, sweep
 from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
-from mpicomm.bench.sweep import Found
+from mpicomm.bench.sweep import SweepResults
 from mpicomm.bench.timing import Bench
 from mpicomm.errors import LaunchError
 
@@ -46,7 +45,7 @@ def measured(
     *,
     asynchronous: bool = False,
     rewrites: bool = True,
-) -> Found:
+) -> SweepResults:
     bench = Bench(mpicomm.all_gather_object, dist.barrier, lambda: None, rounds=2, seconds=1e-4)
     cases = sweep.cases([name], sizes, [dtype], CPU, world)
     return sweep.measure(cases, compared, bench, asynchronous=asynchronous, rewrites=rewrites)
@@ -86,7 +85,7 @@ def test_operations_that_are_started_and_waited_for(world: mpicomm.World, name: 
 @pytest.mark.mpi
 def test_operations_that_wait_have_no_overlap(world: mpicomm.World) -> None:
     found = measured(world, compared_backends.make(["mpi-async"], world), "broadcast", [4], asynchronous=True)
-    assert found == Found(
+    assert found == SweepResults(
         [], {"broadcast, float32, in place, mpi-async": "mpi-async waits in each call; use mpi with --async"}
     )
 
@@ -167,30 +166,25 @@ def test_a_backend_that_refuses_on_one_rank_is_left_out(world: mpicomm.World) ->
         return lambda: None
 
     found = measured(world, {"one": refuses}, "broadcast", [4])
-    assert found == Found([], {"broadcast, float32, in place, one": "not today"})
+    assert found == SweepResults([], {"broadcast, float32, in place, one": "not today"})
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "nodes", "text"),
+    ("asked", "kind", "text"),
     [
-        (["deepspeed"], "cpu", 2, "all ranks on one node; remove deepspeed from --backend"),
-        (["deepspeed"], "cpu", 1, "DeepSpeed is not installed; remove deepspeed from --backend"),
-        (["nccl"], "cpu", 1, "nccl needs one GPU per rank"),
-        (None, "cuda", 1, "this rank has no GPU; use --device cpu"),
+        (["nccl"], "cpu", "nccl needs one GPU per rank"),
+        (None, "cuda", "this rank has no GPU; use --device cpu"),
     ],
 )
-def test_backends_that_are_not_available(
-    asked: list[str] | None, kind: str, nodes: int, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    world: Any = types.SimpleNamespace(comm=object(), device=CPU, num_nodes=nodes)
+def test_backends_that_are_not_available(asked: list[str] | None, kind: str, text: str) -> None:
+    world: Any = types.SimpleNamespace(comm=object(), device=CPU)
     with pytest.raises(LaunchError, match=text):
-        compared_backends.select(asked, ("mpi", "nccl", "deepspeed"), kind, world)
+        compared_backends.select(asked, ("mpi", "nccl"), kind, world)
 
 
 def test_backends_that_need_more_are_measured_only_if_named() -> None:
-    world: Any = types.SimpleNamespace(comm=object(), device=CPU, num_nodes=1)
-    known = ("mpi", "gloo", "nccl", "mpi4py", "mpi-async", "deepspeed")
+    world: Any = types.SimpleNamespace(comm=object(), device=CPU)
+    known = ("mpi", "gloo", "nccl", "mpi4py", "mpi-async")
     assert compared_backends.select(None, known, "cpu", world) == (["mpi", "gloo", "mpi4py"], CPU)
     assert compared_backends.select(["mpi-async"], known, "cpu", world) == (["mpi-async"], CPU)
 
@@ -210,10 +204,10 @@ def test_sums_are_exact_in_any_order(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("nbytes", [1, 4, 1000, 4096])
 def test_sizes_are_those_that_all_ranks_can_share(name: str, nbytes: int) -> None:
     for in_place in OPERATIONS[name].places:
-        operation = OPERATIONS[name](Case(name, nbytes, torch.float32, CPU, in_place, 2, 3))
+        operation = MeasuredOperation(Case(name, nbytes, torch.float32, CPU, in_place, 2, 3))
         larger = max(operation.send.numel(), operation.receive.numel())
         assert operation.nbytes == 4 * larger
-        assert larger % 3 == 0 or not operation.has_parts()
+        assert larger % 3 == 0 or not operation.kind.has_parts
         assert operation.send.untyped_storage().data_ptr() != 0 or name == "barrier"
         shares = operation.send.untyped_storage().data_ptr() == operation.receive.untyped_storage().data_ptr()
         assert shares == in_place or name == "barrier"
@@ -221,7 +215,7 @@ def test_sizes_are_those_that_all_ranks_can_share(name: str, nbytes: int) -> Non
 
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "scatter", "gather", "sendrecv"])
 def test_the_result_of_another_backend_is_overwritten(name: str) -> None:
-    operation = OPERATIONS[name](Case(name, 4096, torch.float32, CPU, in_place=False, rank=0, size=2))
+    operation = MeasuredOperation(Case(name, 4096, torch.float32, CPU, in_place=False, rank=0, size=2))
     known_inputs.fill(operation.receive, operation._received())
     assert operation.wrong() == 0
     operation.prepare()
@@ -229,8 +223,8 @@ def test_the_result_of_another_backend_is_overwritten(name: str) -> None:
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    case = Case("", 4096, torch.float32, CPU, in_place=False, rank=0, size=4)
-    assert {name: kind(case).load for name, kind in OPERATIONS.items()} == loads(4)
+    cases = [Case(name, 4096, torch.float32, CPU, in_place=False, rank=0, size=4) for name in OPERATIONS]
+    assert {case.name: MeasuredOperation(case).load for case in cases} == loads(4)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 16, 30])

@@ -112,7 +112,7 @@ def test_top_shows_a_job_of_srun(cluster: Cluster, open_mpi: Flavour) -> None:
 
 def test_starts_are_measured_on_all_nodes(cluster: Cluster, open_mpi: Flavour) -> None:
     file = cluster.folder() / "startup.json"
-    bench = [open_mpi.python, "-m", "mpicomm", "bench", "startup", "--ranks", 4, "--rounds", 1, "--json", file]
+    bench = [open_mpi.python, "-m", "benchmarks.startup", "--ranks", 4, "--rounds", 1, "--json", file]
     outcome = cluster.run("salloc", *NODES, *bench)
     assert outcome.status == 0, outcome
     ours, theirs = json.loads(file.read_text())["starts"]

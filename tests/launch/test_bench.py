@@ -1,4 +1,4 @@
-"""The command `mpicomm bench`: real job starts, and starts that fail."""
+"""The command `mpicomm bench`, and `benchmarks.startup`: real job starts, and starts that fail."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from mpicomm.reports import result_files
 from tests.launching import refusal, run_alone
 
 LIBRARY = mpi.library()
-BENCH = ["-m", "mpicomm", "bench", "startup"]
+BENCH = ["-m", "mpicomm", "bench"]
+STARTUP = ["-m", "benchmarks.startup"]
 
 
 def test_starts_beside_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "startup.json"
-    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--json", str(file)])
+    outcome = run_alone([*STARTUP, "--ranks", "2", "--rounds", "1", "--json", str(file)])
     assert outcome.status == 0, outcome
     assert all(word in outcome.stdout for word in ("MPI_Init", "torchrun + Gloo", "import mpicomm: ")), outcome
     found = json.loads(file.read_text())
@@ -32,16 +33,16 @@ def test_starts_beside_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_failed_start_is_reported_with_its_command_and_output() -> None:
-    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1"], env={"MPICOMM_LAUNCHER": "nobody"})
+    outcome = run_alone([*STARTUP, "--ranks", "2", "--rounds", "1"], env={"MPICOMM_LAUNCHER": "nobody"})
     assert outcome.status == 2, outcome
-    assert "mpicomm bench startup: starting 2 ranks failed after" in outcome.stderr, outcome
+    assert "benchmarks.startup: starting 2 ranks failed after" in outcome.stderr, outcome
     assert f"{LIBRARY.mpiexec} -n 2" in outcome.stderr, outcome
     assert "MPICOMM_LAUNCHER must be one of single, mpi, torchrun, slurm, got nobody" in outcome.stderr, outcome
 
 
 def test_a_start_that_takes_too_long_is_ended() -> None:
     """`run_alone` fails if a process of the benchmark is still running."""
-    outcome = run_alone([*BENCH, "--ranks", "2", "--rounds", "1", "--limit", "1"])
+    outcome = run_alone([*STARTUP, "--ranks", "2", "--rounds", "1", "--limit", "1"])
     assert outcome.status == 2, outcome
     assert "starting 2 ranks failed after" in outcome.stderr, outcome
 
@@ -51,7 +52,7 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     old = tmp_path / "old.json"
     row = {"operation": "all_reduce", "dtype": "float32", "in_place": True, "nbytes": 4, "backend": "mpi", "us": 1e9}
     old.write_text(json.dumps({"rows": [row]}))
-    bench = ["-m", "mpicomm", "bench", "-n", "2", "--size", "4,1Ki", "--op", "all_reduce,broadcast", "--rounds", "2"]
+    bench = [*BENCH, "-n", "2", "--size", "4,1Ki", "--op", "all_reduce,broadcast", "--rounds", "2"]
     bench += ["--compare", str(old)]
     written = ["--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])]
     outcome = run_alone([*bench, *written])
@@ -88,12 +89,9 @@ def test_without_mpi_only_its_own_backends_are_measured() -> None:
     ("arguments", "text"),
     [
         ("decode --model huge", "unknown model huge; expected one of small, middle"),
-        ("startup --ranks 0", "argument --ranks: expected a positive integer, got 0"),
+        ("-n 0", "argument -n: expected a positive integer, got 0"),
         ("--op all_reduc", "unknown operation all_reduc; expected one of all_reduce, reduce,"),
-        (
-            "--backend mpi,mvapich",
-            "unknown backend mvapich; expected one of mpi, gloo, nccl, mpi4py, mpi-async, deepspeed",
-        ),
+        ("--backend mpi,mvapich", "unknown backend mvapich; expected one of mpi, gloo, nccl, mpi4py, mpi-async"),
         ("--dtype float8", "unknown dtype float8"),
         ("--size 4k", "'4k': expected a number of bytes, for example 4, 1Ki, 64Mi or 1Gi"),
         ("--size 1Mi:4", "1Mi:4: the first size is larger than the last"),
@@ -113,7 +111,7 @@ def test_a_wrong_argument_is_an_error_before_the_start(
 
 
 def test_the_report_names_inputs_that_are_reused() -> None:
-    bench = ["-m", "mpicomm", "bench", "-n", "2", "--size", "4", "--backend", "mpi,mpi-async", "--rounds", "1"]
+    bench = [*BENCH, "-n", "2", "--size", "4", "--backend", "mpi,mpi-async", "--rounds", "1"]
     outcome = run_alone([*bench, "--reuse-inputs"])
     assert outcome.status == 0, outcome
     assert "inputs: zeros, not" in outcome.stdout, outcome
@@ -122,7 +120,7 @@ def test_the_report_names_inputs_that_are_reused() -> None:
 
 def test_decoding(tmp_path: Path) -> None:
     file = tmp_path / "decode.json"
-    bench = [*BENCH[:-1], "decode", "-n", "2", "--model", "small", "--backend", "mpi,none", "--rounds", "1"]
+    bench = [*BENCH, "decode", "-n", "2", "--model", "small", "--backend", "mpi,none", "--rounds", "1"]
     outcome = run_alone([*bench, "--json", str(file)])
     assert outcome.status == 0, outcome
     assert "tokens per second" in outcome.stdout, outcome
@@ -133,7 +131,7 @@ def test_decoding(tmp_path: Path) -> None:
 
 def test_steps_of_training(tmp_path: Path) -> None:
     file = tmp_path / "ddp.json"
-    bench = [*BENCH[:-1], "ddp", "-n", "2", "--model", "small", "--strategy", "ddp,fsdp", "--rounds", "2"]
+    bench = [*BENCH, "ddp", "-n", "2", "--model", "small", "--strategy", "ddp,fsdp", "--rounds", "2"]
     outcome = run_alone([*bench, "--json", str(file)])
     assert outcome.status == 0, outcome
     assert "milliseconds per step" in outcome.stdout, outcome

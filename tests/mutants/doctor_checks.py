@@ -49,8 +49,8 @@ MUTANTS = [
     ),
     Mutant(
         "parse_requirements",
-        old='[_REQUIREMENT.match(each) for each in requirements if ";" not in each]',
-        new="[_REQUIREMENT.match(each) for each in requirements]",
+        old='[_REQUIREMENT.match(text) for text in requirements if ";" not in text]',
+        new="[_REQUIREMENT.match(text) for text in requirements]",
         fault="The doctor reports packages of extras that are not installed.",
         tests="tests/unit/test_doctor.py -k test_the_supported_ranges",
     ),
@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "job_check._on",
-        old="all(each.rank in members for each in ranks if each.host in hosts)",
+        old="all(facts.rank in members for facts in ranks if facts.host in hosts)",
         new="True",
         fault="The doctor names the host instead of the rank if the versions of two ranks of one host differ.",
         tests="tests/unit/test_doctor.py -k differs_on_one_host",
@@ -105,8 +105,8 @@ MUTANTS = [
     ),
     Mutant(
         "_check_name",
-        old="all(is_local(each) for each in facts.addresses)",
-        new="any(is_local(each) for each in facts.addresses)",
+        old="all(is_local(address) for address in facts.addresses)",
+        new="any(is_local(address) for address in facts.addresses)",
         fault="The doctor warns of a host name that resolves to an address of the network as well.",
         tests="tests/unit/test_doctor.py -k the_network",
     ),

@@ -47,7 +47,7 @@ MUTANTS = [
         tests="tests/unit/test_mpi_operator.py -k test_containers_share_their_variables",
     ),
     Mutant(
-        "apply",
+        "_on_operator_hosts",
         old="_wait_for_names([host.name for host in request.hosts])",
         fault="mpicomm run starts the ranks before the names of the workers resolve.",
         tests="tests/unit/test_mpi_operator.py -k test_names_that_resolve_later",

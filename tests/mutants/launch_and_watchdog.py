@@ -594,7 +594,7 @@ else:
         old='f"--nproc-per-node={ranks // nodes}"',
         new='f"--nproc-per-node={ranks}"',
         fault="torchrun starts the number of ranks of the whole job on each node.",
-        tests="tests/unit/test_launch_commands.py -k test_srun_starts_one_agent_on_each_node",
+        tests="tests/unit/test_benchmarks.py -k test_srun_starts_one_agent_on_each_node",
     ),
     Mutant(
         "parse_host_file",
@@ -843,6 +843,27 @@ else:
         new="True",
         fault="`mpicomm job` refuses the index of a job array in the command.",
         tests="tests/unit/test_jobs.py -k index_of_an_array",
+    ),
+    Mutant(
+        "run_line._equivalent",
+        old="[value] if has_value else words[1:]",
+        new="words[1:]",
+        fault="`mpicomm run --machinefile=hosts` suggests a command without the value of the option.",
+        tests="tests/unit/test_run_line.py -k refused_with_the_command",
+    ),
+    Mutant(
+        "run_briefly",
+        old='None, ""',
+        new='process.returncode, ""',
+        fault="A launcher that times out at a probe is reported as killed by a signal.",
+        tests="tests/unit/test_restarts.py -k takes_too_long",
+    ),
+    Mutant(
+        "_check_scheduler",
+        old="spec.requeue and spec.system.resubmits_file and spec.file is None",
+        new="False",
+        fault="`mpicomm job flux --requeue` prints a script that submits a file with another name.",
+        tests="tests/unit/test_jobscript.py -k error_is_one_line",
     ),
     Mutant(
         "run_line._separated",

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from mpicomm.cli.main import main as mpicomm
-from mpicomm.reports import drawing
+from mpicomm.reports import plots
 from tests.launching import ROOT, run_ranks
 from tests.perfetto import processor
 
@@ -68,9 +68,9 @@ def main() -> int:
             return status
         with processor.opened(folder / "trace.json", folder) as opened:
             slices, arrows = processor.rows(opened, _SLICES), processor.rows(opened, _ARROWS)
-    figure = drawing.new_figure((9, 3))
+    figure = plots.new_figure((9, 3))
     _draw(figure.subplots(), slices, arrows)
-    drawing.save(figure, FIGURE)
+    plots.save(figure, FIGURE)
     return 0
 
 

@@ -58,20 +58,3 @@ def test_curves_of_latency_and_bus_bandwidth() -> None:
     assert [line.get_label() for line in bandwidth.lines] == ["mpi", "gloo"]
     assert [axes.get_title() for axes in others] == ["reduce, float32, in place"] * 2
     assert [label.get_text() for label in latency.get_xticklabels()] == ["1 KiB", "4 KiB"]
-
-
-def test_the_table_of_starts_compares_the_fastest_with_the_fastest() -> None:
-    steps = {"launch": 1.5, "bootstrap": 0.5}
-    rows = [
-        {"ranks": ranks, "way": way, "seconds": seconds, "median": 2 * seconds, "steps": steps if way == "mpi" else {}}
-        for ranks, way, seconds in ((2, "mpi", 2.0), (2, "torchrun", 5.0), (8, "mpi", 4.0), (8, "torchrun", 8.0))
-    ]
-    table = benchmarks.startup_table(rows, "mpi", 0.0012)
-    assert table.caption == "import mpicomm: 1.2 ms"
-    assert cells(table) == {
-        "ranks": ["2", "8"],
-        "mpi": ["2.00", "4.00"],
-        "launch": ["1.500", "1.500"],
-        "bootstrap": ["0.500", "0.500"],
-        "torchrun": ["5.00 (2.50x)", "8.00 (2.00x)"],
-    }

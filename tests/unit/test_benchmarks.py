@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gil, ratios
+from benchmarks import gil, ratios, startup, startup_probe
 from benchmarks.ratios import Ratio
+from benchmarks.startup import Sample
 from mpicomm import host_info
-from mpicomm.bench import overlap, startup, startup_probe, timing, training
-from mpicomm.bench.startup import Sample
+from mpicomm.bench import overlap, timing, training
 from mpicomm.bench.timing import Bench, Timed, Times
+from mpicomm.errors import LaunchError
+from mpicomm.launch.allocation import SlurmAllocation
 from mpicomm.launch.request import Start
 
 
@@ -93,7 +97,7 @@ def test_without_times_of_single_calls_there_is_no_percentile(monkeypatch: pytes
     monkeypatch.setattr(timing, "time", clock)
     bench = dataclasses.replace(alone(), seconds=1e-6)
     call = clock.after(*[1] * 6, 2, 4, 9)
-    assert timing.in_turn(bench, {"call": call}, each=False)["call"] == Times(rounds=(5.0, 9.0), p99=None)
+    assert timing.in_turn(bench, {"call": call}, times_calls=False)["call"] == Times(rounds=(5.0, 9.0), p99=None)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +188,9 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
         return Start(("probe", str(ranks)), {})
 
     monkeypatch.setattr(startup, "sample_of", sample_of)
-    ways = {"mpicomm": starting, "torchrun + Gloo": starting}
-    cases = [(ranks, way) for ranks in (1, 2) for way in ways]
-    rows = startup.measure([*cases, *cases], ways, limit=20.0)
+    launchers = {"mpicomm": starting, "torchrun + Gloo": starting}
+    cases = [(ranks, launcher) for ranks in (1, 2) for launcher in launchers]
+    rows = startup.measure([*cases, *cases], launchers, limit=20.0)
     assert [(row["ranks"], row["way"], row["seconds"], row["median"]) for row in rows] == [
         (1, "mpicomm", 3.0, 3.5),
         (1, "torchrun + Gloo", 8.0, 8.5),
@@ -195,6 +199,44 @@ def test_of_some_starts_the_fastest_counts_with_its_steps(monkeypatch: pytest.Mo
     ]
     assert rows[0]["steps"] == {"launch": 2.0, "import torch": 1.0}
     assert list(samples) == []
+
+
+def test_the_table_of_starts_compares_the_fastest_with_the_fastest() -> None:
+    steps = {"launch": 1.5, "bootstrap": 0.5}
+    rows = [
+        {"ranks": ranks, "way": way, "seconds": seconds, "median": 2 * seconds, "steps": steps if way == "mpi" else {}}
+        for ranks, way, seconds in ((2, "mpi", 2.0), (2, "torchrun", 5.0), (8, "mpi", 4.0), (8, "torchrun", 8.0))
+    ]
+    table = startup.table(rows, "mpi", 0.0012)
+    assert table.caption == "import mpicomm: 1.2 ms"
+    shown = {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
+    assert shown == {
+        "ranks": ["2", "8"],
+        "mpi": ["2.00", "4.00"],
+        "launch": ["1.500", "1.500"],
+        "bootstrap": ["0.500", "0.500"],
+        "torchrun": ["5.00 (2.50x)", "8.00 (2.00x)"],
+    }
+
+
+def test_srun_starts_one_agent_on_each_node() -> None:
+    home = {"HOME": "/home/u"}
+    start = startup.torchrun_by_srun(("python", "train.py"), 4, SlurmAllocation(2, 4, (8, 6)), 29500, home)
+    assert shlex.join(start.command[:7]) == "srun --mpi=none --nodes=2 --ntasks=2 --cpus-per-task=6 bash -c"
+    assert start.command[7] == (
+        "PET_NODE_RANK=$SLURM_NODEID "
+        'PET_MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1) exec "$@"'
+    )
+    assert shlex.join(start.command[8:]) == (
+        f"bash {sys.executable} -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --master-port=29500 "
+        f"--no-python python train.py"
+    )
+    assert start.environ == {**home, "THP_MEM_ALLOC_ENABLE": "1", "OMP_NUM_THREADS": "3"}
+
+
+def test_agents_of_srun_start_equal_numbers_of_ranks() -> None:
+    with pytest.raises(LaunchError, match="got 3 ranks and 2 nodes"):
+        startup.torchrun_by_srun(("python", "train.py"), 3, SlurmAllocation(2, 4), 29500, {})
 
 
 # -- machine settings and ratios -------------------------------------------------------------------------------------

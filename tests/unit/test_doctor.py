@@ -20,7 +20,6 @@ from mpicomm.doctor import (
     links,
     memory_check,
     network_check,
-    process_memory,
     processor_check,
     software_check,
 )
@@ -195,9 +194,9 @@ def test_memory(changes: dict[str, object], expected: list[object], shown: str) 
 
 def test_the_memory_of_another_process_is_read() -> None:
     content = ctypes.create_string_buffer(b"content")
-    assert process_memory.read_error(os.getpid(), ctypes.addressof(content), 7) == 0
-    assert process_memory.read_error(os.getpid(), 8, 8) == errno.EFAULT
-    assert process_memory.read_error(2**22 + 1, ctypes.addressof(content), 7) == errno.ESRCH
+    assert memory_check.read_error(os.getpid(), ctypes.addressof(content), 7) == 0
+    assert memory_check.read_error(os.getpid(), 8, 8) == errno.EFAULT
+    assert memory_check.read_error(2**22 + 1, ctypes.addressof(content), 7) == errno.ESRCH
 
 
 @pytest.mark.parametrize(
@@ -438,14 +437,14 @@ def test_the_findings_about_links() -> None:
 
 
 def test_the_facts_of_this_process_are_collected() -> None:
-    memory, limits = memory_check.collect(), limit_check.collect()
+    memory, limits = memory_check.collect({}), limit_check.collect({})
     assert memory.shm_free <= memory.shm_total
     assert memory.cma_error in (0, errno.EPERM, errno.ENOSYS)
     assert limits.open_now > 0
     network = network_check.collect({"GLOO_SOCKET_IFNAME": "eth7", "OTHER": "1"})
     assert network.chosen == {"GLOO_SOCKET_IFNAME": "eth7"}
     assert (network.resolve_error == "") == bool(network.addresses)
-    processors = processor_check.collect({"OMP_NUM_THREADS": "3"}, 2)
+    processors = processor_check.collect({"OMP_NUM_THREADS": "3", "PMI_RANK": "0", "MPI_LOCALNRANKS": "2"})
     assert (processors.threads, processors.local_size) == (3, 2)
     assert set(processors.cpus) == os.sched_getaffinity(0)
     assert software_check.collect({}).versions["Python"] == ".".join(map(str, sys.version_info[:3]))

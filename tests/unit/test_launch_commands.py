@@ -106,9 +106,8 @@ SLURM_JOB = SlurmAllocation(nodes=1, ranks=2, cpus=(2,))
         lambda: by_mpiexec(requested=COLON),
         lambda: commands.srun(COLON, MACHINE, SLURM_JOB, "pmix", HOME),
         lambda: commands.srun(COLON, MACHINE, dataclasses.replace(SLURM_JOB, groups=2), "pmix", HOME),
-        lambda: commands.torchrun_by_srun(COLON, SLURM_JOB, 1234, MACHINE, HOME),
     ],
-    ids=["mpiexec", "srun", "srun on groups", "torchrun by srun"],
+    ids=["mpiexec", "srun", "srun on groups"],
 )
 def test_several_programs_are_refused(start: Callable[[], Start]) -> None:
     with pytest.raises(LaunchError, match=r"mpiexec -n 1 python a\.py : -n 3 python b\.py$"):
@@ -607,25 +606,6 @@ def test_one_command_on_each_node_is_torchruns_agent() -> None:
         f"--nproc-per-node=4 --no-python {PYTHON} train.py"
     )
     assert start.environ == {**HOME, **NEW, "OMP_NUM_THREADS": "2"}
-
-
-def test_srun_starts_one_agent_on_each_node() -> None:
-    start = commands.torchrun_by_srun(Request(PROGRAM), SlurmAllocation(2, 4, (8, 6)), 29500, MACHINE, HOME)
-    assert shlex.join(start.command[:7]) == "srun --mpi=none --nodes=2 --ntasks=2 --cpus-per-task=6 bash -c"
-    assert start.command[7] == (
-        "PET_NODE_RANK=$SLURM_NODEID "
-        'PET_MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1) exec "$@"'
-    )
-    assert shlex.join(start.command[8:]) == (
-        f"bash {PYTHON} -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --master-port=29500 "
-        f"--no-python {PYTHON} train.py"
-    )
-    assert start.environ == {**HOME, **NEW, "OMP_NUM_THREADS": "3"}
-
-
-def test_agents_of_srun_start_equal_numbers_of_ranks() -> None:
-    with pytest.raises(LaunchError, match="got 3 ranks and 2 nodes"):
-        commands.torchrun_by_srun(Request(PROGRAM, 3), SlurmAllocation(2, 4), 29500, MACHINE, HOME)
 
 
 # -- the environment -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.integrations.required_package import installed_by
+from mpicomm.integrations.requirements import installed_by
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 

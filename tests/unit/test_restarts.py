@@ -55,3 +55,13 @@ def test_ranks_that_form_no_job_are_reported(
     assert restarts.run(request_, RestartPolicy(), 1.0) == end.status
     last = capsys.readouterr().err.splitlines()[-1:]
     assert last == (["For one job, call mpicomm.bootstrap() at the start of the program."] if is_expected else [])
+
+
+def test_a_short_program_has_a_status_and_the_output_of_its_ranks() -> None:
+    start = Start(("sh", "-c", "echo out; echo err >&2; exit 3"), {"PATH": "/usr/bin:/bin"})
+    assert launch_plan.run_briefly(start) == (3, "out\nerr\n")
+
+
+def test_a_short_program_that_takes_too_long_has_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_plan, "_BRIEF_SECONDS", 0.1)
+    assert launch_plan.run_briefly(Start(("sleep", "60"), {"PATH": "/usr/bin:/bin"})) == (None, "")

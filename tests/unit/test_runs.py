@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from mpicomm import metrics_file
-from mpicomm.reports import drawing, figures, plots, runs, tables
+from mpicomm.reports import plots, run_metrics, runs
 from mpicomm.reports.runs import Run
 
 Line = dict[str, Any]
@@ -142,7 +142,7 @@ def test_a_file_without_entries(directory: Path, cut: str) -> None:
     run = read(directory, [], cut)
     (warning,) = run.warnings
     assert "has no entries" in warning
-    found = figures.compute(run)
+    found = run_metrics.compute(run)
     assert (found.state, found.ranks, found.steps, found.samples_per_s) == ("interrupted", None, 0, None)
 
 
@@ -157,7 +157,7 @@ def test_entries_after_the_checkpoint_of_a_resume_do_not_count(directory: Path) 
 def test_samples_are_counted_from_where_the_run_went_on(directory: Path) -> None:
     run = read(directory, [*WHOLE[:7], resume(12, 1, 20), *SECOND])
     assert [each.samples for each in run.select("step")] == [50, 50, 30, 50]
-    assert figures.compute(run).samples == 200
+    assert run_metrics.compute(run).samples == 200
 
 
 def test_other_entries_do_not_move_where_samples_are_counted_from(directory: Path) -> None:
@@ -168,7 +168,7 @@ def test_other_entries_do_not_move_where_samples_are_counted_from(directory: Pat
 def test_a_second_start_drops_all_before_it(directory: Path) -> None:
     run = read(directory, [*WHOLE, resume(20, 2), start(ranks=4), *FIRST[1:2]])
     assert seen(run) == [("start", 0), ("step", 5)]
-    found = figures.compute(run)
+    found = run_metrics.compute(run)
     assert (found.resumes, found.ranks, found.ranks_before) == (0, 4, ())
 
 
@@ -178,8 +178,8 @@ def test_of_an_epoch_that_ended_twice_the_last_counts(directory: Path) -> None:
     run = read(directory, [*FIRST, first, resume(10, 0, 100), *again])
     assert seen(run)[-3:] == [("resume", 10), ("epoch", 10), ("eval", 10)]
     assert [event for event, _ in seen(run)].count("epoch") == 1
-    assert figures.compute(run).last_evaluation == {"eval_loss": 2.0}
-    assert figures.compute(run).samples == 99
+    assert run_metrics.compute(run).last_evaluation == {"eval_loss": 2.0}
+    assert run_metrics.compute(run).samples == 99
 
 
 def test_an_epoch_that_was_not_repeated_counts(directory: Path) -> None:
@@ -190,9 +190,9 @@ def test_an_epoch_that_was_not_repeated_counts(directory: Path) -> None:
 
 def test_unknown_events_and_values_change_no_figure(directory: Path) -> None:
     odd = [{"event": "weather", "sky": "blue"}, entry("step", 20, 2, loss="low", samples_per_s=None, memory_mib=True)]
-    expected = figures.compute(read(directory, WHOLE))
+    expected = run_metrics.compute(read(directory, WHOLE))
     changed = [*WHOLE[:-1], *odd, WHOLE[-1], {"event": "moon"}]
-    assert figures.compute(read(directory, changed)) == expected
+    assert run_metrics.compute(read(directory, changed)) == expected
 
 
 def test_runs_are_named_by_their_directories(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_file_in_place_of_its_directory(directory: Path) -> None:
 
 
 def test_figures_of_a_run(directory: Path) -> None:
-    found = figures.compute(read(directory, WHOLE))
+    found = run_metrics.compute(read(directory, WHOLE))
     assert (found.run, found.state, found.why) == ("digits", "complete", None)
     assert (found.ranks, found.ranks_before, found.resumes) == (2, (), 0)
     assert (found.epochs, found.steps, found.samples) == (2, 20, 200)
@@ -222,8 +222,8 @@ def test_figures_of_a_run(directory: Path) -> None:
     assert found.last_loss == 0.5
     assert found.last_evaluation == {"eval_loss": 0.75, "accuracy": 0.8}
     assert found.best_evaluation == {
-        "eval_loss": figures.Best(0.75, 2, 20, "lowest"),
-        "accuracy": figures.Best(0.9, 1, 10, "highest"),
+        "eval_loss": run_metrics.Best(0.75, 2, 20, "lowest"),
+        "accuracy": run_metrics.Best(0.9, 1, 10, "highest"),
     }
     assert found.time_percent == pytest.approx({"data": 10, "compute": 60, "communication": 30})
     assert found.peak_memory_mib == 300
@@ -240,13 +240,13 @@ def test_figures_of_a_run(directory: Path) -> None:
     ],
 )
 def test_how_a_run_ended(directory: Path, last: list[Line], state: str, why: str | None) -> None:
-    found = figures.compute(read(directory, [*WHOLE[:-1], *last]))
+    found = run_metrics.compute(read(directory, [*WHOLE[:-1], *last]))
     assert (found.state, found.why) == (state, why)
 
 
 def test_resumes_on_other_ranks(directory: Path) -> None:
     lines = [*WHOLE, resume(18, 1, 80), resume(15, 1, 50, ranks=4), resume(10, 1, ranks=3)]
-    found = figures.compute(read(directory, lines))
+    found = run_metrics.compute(read(directory, lines))
     assert (found.resumes, found.ranks, found.ranks_before) == (3, 3, (2, 4))
 
 
@@ -260,17 +260,17 @@ def test_a_recovery_drops_the_steps_that_only_the_failed_rank_had_completed(dire
 
 def test_recoveries_are_figures_with_the_failed_ranks_and_the_gap(directory: Path) -> None:
     lines = [start(4), recovery(5, ranks=3), entry("recovered", 6, gap_s=0.25), recovery(4, ranks=1, failed=(0, 2))]
-    found = figures.compute(read(directory, lines))
+    found = run_metrics.compute(read(directory, lines))
     assert found.recoveries == (
-        figures.RecoveryFigures(5, (1,), ("alpha",), 0.25),
-        figures.RecoveryFigures(4, (0, 2), ("alpha", "alpha"), None),
+        run_metrics.RecoveryMetrics(5, (1,), ("alpha",), 0.25),
+        run_metrics.RecoveryMetrics(4, (0, 2), ("alpha", "alpha"), None),
     )
     assert (found.ranks, found.ranks_before, found.resumes, found.state) == (1, (4, 3), 0, "interrupted")
     assert printed(read(directory, lines))["recoveries"] == ["rank 1 on alpha after step 5: 0.25 s"]
 
 
 def test_an_entry_of_no_samples_takes_the_time_of_its_parts(directory: Path) -> None:
-    found = figures.compute(read(directory, [*FIRST[:3], a_step(10, 0, 100, loss=None, rate=0.0)]))
+    found = run_metrics.compute(read(directory, [*FIRST[:3], a_step(10, 0, 100, loss=None, rate=0.0)]))
     assert found.training_seconds == pytest.approx(2.0)
     assert found.last_loss == 2.0
 
@@ -289,15 +289,15 @@ def test_an_entry_of_no_samples_takes_the_time_of_its_parts(directory: Path) -> 
 )
 def test_which_value_is_better_follows_from_the_name(directory: Path, metric: str, which: str) -> None:
     run = read(directory, [start(), *[evaluated(step, step, **{metric: value}) for step, value in ((1, 1), (2, 2))]])
-    (best,) = figures.compute(run).best_evaluation.values()
+    (best,) = run_metrics.compute(run).best_evaluation.values()
     assert (best.value, best.which) == ({"lowest": 1, "highest": 2}[which], which)
 
 
 def test_non_finite_values_are_neither_best_nor_in_json(directory: Path) -> None:
     lines = [start(), *[evaluated(step, step, eval_loss=value) for step, value in ((1, 2.0), (2, float("nan")))]]
-    found = figures.compute(read(directory, [*lines, a_step(3, 2, 10, loss=float("inf"))]))
+    found = run_metrics.compute(read(directory, [*lines, a_step(3, 2, 10, loss=float("inf"))]))
     assert found.best_evaluation["eval_loss"].value == 2.0
-    written = figures.as_json(found)
+    written = run_metrics.as_json(found)
     assert (written["last_evaluation"], written["last_loss"]) == ({"eval_loss": None}, None)
     json.dumps(written, allow_nan=False)
 
@@ -309,7 +309,7 @@ def printed(*found: Run) -> dict[str, list[str]]:
     """Return the cells of each row by its title."""
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(tables.table([figures.compute(run) for run in found]))
+        console.print(run_metrics.table([run_metrics.compute(run) for run in found]))
     rows = [
         [cell.strip() for cell in row.strip("│┃").replace("┃", "│").split("│")] for row in capture.get().split("\n")
     ]
@@ -348,7 +348,7 @@ def test_ranks_that_a_resume_has_changed_are_shown(directory: Path) -> None:
     [(0.0, "0.0 s"), (59.9, "59.9 s"), (61.2, "1:01 min"), (3600, "1:00:00 h"), (9e4, "25:00:00 h")],
 )
 def test_durations_have_units(seconds: float, text: str) -> None:
-    assert tables.shown_seconds(seconds) == text
+    assert run_metrics.shown_seconds(seconds) == text
 
 
 # -- the plot --------------------------------------------------------------------------------------------------------
@@ -391,13 +391,13 @@ def test_losses_that_are_not_positive_are_drawn_linearly(directory: Path) -> Non
 def test_the_plot_of_few_entries(directory: Path, tmp_path: Path, lines: list[Line]) -> None:
     run = read(directory, lines)
     for shown in ([run], [run, run]):
-        drawing.save(plots.draw(shown), tmp_path / "plot.png")
+        plots.save(plots.draw(shown), tmp_path / "plot.png")
         assert (tmp_path / "plot.png").stat().st_size
 
 
 def test_the_plot_is_a_png_and_changes_nothing_else(directory: Path, tmp_path: Path) -> None:
     before = dict(mpl.rcParams)
-    drawing.save(plots.draw([read(directory, WHOLE)]), tmp_path / "plot.png")
+    plots.save(plots.draw([read(directory, WHOLE)]), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert dict(mpl.rcParams) == before
     pyplot = sys.modules.get("matplotlib.pyplot")
@@ -406,7 +406,7 @@ def test_the_plot_is_a_png_and_changes_nothing_else(directory: Path, tmp_path: P
 
 def test_a_plot_that_cannot_be_written(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"cannot write .*plot\.png: No such file or directory\.\nPass a file"):
-        drawing.save(plots.draw([read(directory, WHOLE)]), tmp_path / "gone" / "plot.png")
+        plots.save(plots.draw([read(directory, WHOLE)]), tmp_path / "gone" / "plot.png")
 
 
 def test_without_matplotlib_the_error_has_the_install_command(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

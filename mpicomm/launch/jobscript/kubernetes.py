@@ -62,8 +62,8 @@ class KubernetesJob:
     """The command that generates the manifest, for its header."""
 
     def __post_init__(self) -> None:
-        for field, each in OPTIONS.items():
-            each.check(flag(field), getattr(self, field))
+        for field, described in OPTIONS.items():
+            described.check(flag(field), getattr(self, field))
         if self.image is None:
             raise ValueError("missing --image: the container image with mpicomm, its MPI and sshd")
         options.seconds_of(self.time, has_days=True)
@@ -107,7 +107,7 @@ def _check_command(command: tuple[str, ...]) -> None:
     if not command or not command[0]:
         raise ValueError("missing program; append it after two dashes: -- python train.py")
     first = PurePath(command[0]).name
-    starters = [name for each in known_launchers.ALL for name in each.commands]
+    starters = [name for launcher in known_launchers.ALL for name in launcher.commands]
     if first in starters or command[:2] == ("mpicomm", "run"):
         raise ValueError(
             f"the job starts the ranks with `mpicomm run`: remove {first} and its options from the command"

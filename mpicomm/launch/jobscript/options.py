@@ -100,11 +100,11 @@ def seconds_of(time: str, *, has_days: bool) -> int:
     Raises:
         ValueError: If the text has another form, is ambiguous, or is zero.
     """
-    found = _TIME.fullmatch(time)
+    match = _TIME.fullmatch(time)
     forms = "hours:minutes:seconds (1:00:00)" + ", days-hours:minutes:seconds" * has_days + " or minutes (60)"
-    if not found:
+    if not match:
         raise ValueError(f"--time {time!r}: expected {forms}")
-    days, first, second, third = found.groups()
+    days, first, second, third = match.groups()
     if days is None and second is not None and third is None:
         raise ValueError(f"--time {time} is ambiguous, minutes:seconds or hours:minutes; expected {forms}")
     hours, minutes = ("0", first) if days is None and second is None else (first, second)
@@ -125,13 +125,13 @@ def clock(seconds: int, *, has_days: bool = False) -> str:
 
 def check_array(array: str) -> None:
     """Raise ValueError if the text is not a valid job array."""
-    found = _ARRAY.fullmatch(array)
-    if not found:
+    match = _ARRAY.fullmatch(array)
+    if not match:
         raise ValueError(f"--array {array!r}: expected 0-9, 0-9%2 (two at a time), 0-30:10 or 1,3,5")
-    for each in found["ranges"].split(","):
-        first, _, last = each.partition(":")[0].partition("-")
+    for indices in match["ranges"].split(","):
+        first, _, last = indices.partition(":")[0].partition("-")
         if last and int(last) < int(first):
-            raise ValueError(f"--array {array}: the range {each} ends before it begins")
+            raise ValueError(f"--array {array}: the range {indices} ends before it begins")
 
 
 def program_name(command: Sequence[str]) -> str:

@@ -93,11 +93,13 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         check_choice("scheduler", self.scheduler, SCHEDULERS)
-        for field, each in OPTIONS.items():
-            _check_option(self, field, each)
-        for check in (_check_resources, _check_time, _check_mail, _check_command, self.system.check, _check_file):
-            if check is not None:
-                check(self)
+        for field in OPTIONS:
+            _check_option(self, field)
+        _check_resources(self)
+        _check_time(self)
+        _check_mail(self)
+        _check_command(self)
+        _check_scheduler(self)
 
     @property
     def system(self) -> Scheduler:
@@ -164,7 +166,7 @@ class JobSpec:
     @property
     def variables(self) -> list[tuple[str, str]]:
         """Names and values in `env`."""
-        return [(name, value) for name, _, value in (each.partition("=") for each in self.env)]
+        return [(name, value) for name, _, value in (assignment.partition("=") for assignment in self.env)]
 
     @property
     def index(self) -> str | None:
@@ -180,7 +182,7 @@ class JobSpec:
     def mail_types(self) -> list[str]:
         """Events that send a mail."""
         text = self.mail_type or ("END,FAIL" if self.mail_user else "")
-        return [each for each in text.upper().split(",") if each]
+        return [event for event in text.upper().split(",") if event]
 
 
 OPTIONS: dict[str, Option] = {
@@ -189,12 +191,12 @@ OPTIONS: dict[str, Option] = {
 """The options of `mpicomm job` by field."""
 
 
-def _check_option(spec: JobSpec, field: str, each: Option) -> None:
-    value = getattr(spec, field)
-    if value and each.only and spec.scheduler not in each.only[0]:
-        titles = [SCHEDULERS[name].title for name in each.only[0]]
-        raise ValueError(f"{flag(field)} is valid only for {' and '.join(titles)}: {each.only[1]}")
-    each.check(flag(field), value, [text for name, text in spec.system.special_values if name == field])
+def _check_option(spec: JobSpec, field: str) -> None:
+    described, value = OPTIONS[field], getattr(spec, field)
+    if value and described.only and spec.scheduler not in described.only[0]:
+        titles = [SCHEDULERS[name].title for name in described.only[0]]
+        raise ValueError(f"{flag(field)} is valid only for {' and '.join(titles)}: {described.only[1]}")
+    described.check(flag(field), value, [text for name, text in spec.system.special_values if name == field])
 
 
 def _check_resources(spec: JobSpec) -> None:
@@ -213,11 +215,6 @@ def _check_resources(spec: JobSpec) -> None:
         raise ValueError("--mem-per-gpu needs --gpus-per-node; without GPUs use --mem or --mem-per-cpu")
 
 
-def _check_file(spec: JobSpec) -> None:
-    if spec.requeue and spec.system.resubmits_file and spec.file is None:
-        raise ValueError(f"--requeue: the job submits its script again; add -o FILE, for example -o {spec.system.file}")
-
-
 def _check_time(spec: JobSpec) -> None:
     if spec.array is not None:
         options.check_array(spec.array)
@@ -232,16 +229,17 @@ def _check_time(spec: JobSpec) -> None:
 
 
 def _check_mail(spec: JobSpec) -> None:
-    for each in spec.mail_types:
-        check_choice("--mail-type", each, spec.system.mail_types)
+    for event in spec.mail_types:
+        check_choice("--mail-type", event, spec.system.mail_types)
 
 
 def _check_command(spec: JobSpec) -> None:
     if not spec.command or not spec.command[0]:
         raise ValueError("missing program; append it after two dashes: -- python train.py")
     first = PurePath(spec.command[0]).name
-    starters = [name for each in known_launchers.ALL if each is not known_launchers.TORCHRUN for name in each.commands]
-    starters += [name for each in SCHEDULERS.values() for name in each.commands]
+    launchers = [launcher for launcher in known_launchers.ALL if launcher is not known_launchers.TORCHRUN]
+    starters = [name for launcher in launchers for name in launcher.commands]
+    starters += [name for system in SCHEDULERS.values() for name in system.commands]
     if first in starters or spec.command[:2] == ("mpicomm", "run"):
         raise ValueError(f"the script starts the ranks itself: remove {first} and its options from the command")
     if re.match(r"\w+=", spec.command[0]):
@@ -259,7 +257,7 @@ def _check_command(spec: JobSpec) -> None:
 def _check_indices(spec: JobSpec) -> None:
     """Refuse the index of another scheduler or without an array: the program would get the variable's name."""
     text = "\n".join([*spec.command, spec.chdir or "", *spec.env])
-    names = [name for each in SCHEDULERS.values() if (name := each.array_index) and name != spec.index]
+    names = [name for system in SCHEDULERS.values() if (name := system.array_index) and name != spec.index]
     for name in names:
         if re.search(rf"\$({name}\b|{{{name}}})", text):
             remedy = f"use ${spec.index}" if spec.index else "add --array, or remove it"
@@ -280,6 +278,50 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
                 f"{flag(field)} does not work with torchrun, which runs without MPI and turns status 85 into 1; "
                 f"use -- python train.py"
             )
+
+
+def _check_scheduler(spec: JobSpec) -> None:
+    """Refuse a job that its scheduler cannot run."""
+    if spec.scheduler == "slurm":
+        _check_slurm(spec)
+    elif spec.scheduler == "pbs":
+        _check_pbs(spec)
+    elif spec.scheduler == "lsf":
+        _check_lsf(spec)
+    if spec.requeue and spec.system.resubmits_file and spec.file is None:
+        raise ValueError(f"--requeue: the job submits its script again; add -o FILE, for example -o {spec.system.file}")
+
+
+def _check_slurm(spec: JobSpec) -> None:
+    for field in ("output", "error"):
+        name = getattr(spec, field)
+        if spec.array and name and not re.search(r"%[0-9]*[ajJ]", name):
+            raise ValueError(
+                f"{flag(field)} {name}: all jobs of the array would write to this file; add %A_%a to the name"
+            )
+
+
+def _check_pbs(spec: JobSpec) -> None:
+    if spec.array and not re.fullmatch(r"([0-9]+)-(?!\1[:%]|\1$)[0-9]+(:[0-9]+)?(%[0-9]+)?", spec.array):
+        raise ValueError(
+            f"--array {spec.array}: PBS accepts one range of two jobs or more; expected 0-9, 0-30:10 or 0-9%2"
+        )
+    if spec.array and spec.requeue:
+        raise ValueError("--array and --requeue: PBS cannot resubmit one job of an array; remove one of the two")
+    for field in ("output", "error"):
+        name = getattr(spec, field)
+        if spec.requeue and name and not name.endswith("/"):
+            raise ValueError(
+                f"{flag(field)} {name}: a resubmitted job would overwrite this file; "
+                f"use a directory, {name}/, in which PBS creates one file per job"
+            )
+
+
+def _check_lsf(spec: JobSpec) -> None:
+    if spec.array and re.search(r"(?<![0-9:])0+(?![0-9])", spec.array.partition("%")[0]):
+        raise ValueError(f"--array {spec.array}: LSF accepts indices from 1; expected 1-9")
+    if spec.array and spec.requeue:
+        raise ValueError("--array and --requeue: LSF cannot resubmit one job of an array; remove one of the two")
 
 
 def _name_of(command: tuple[str, ...]) -> str:

@@ -1,6 +1,6 @@
 """A rank of a measured start: after the first all_reduce, rank 0 prints the time of each of its steps.
 
-Run as `python -m mpicomm.bench.startup_probe mpicomm`, or with `gloo` for the code that torchrun's users write.
+Run as `python -m benchmarks.startup_probe mpicomm`, or with `gloo` for the code that torchrun's users write.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
         laps["init_process_group"] = time.perf_counter()
     dist.all_reduce(torch.ones(1))
     laps["first all_reduce"] = time.perf_counter()
-    # 2. print the seconds of each step, a line of JSON for `mpicomm.bench.startup`
+    # 2. print the seconds of each step, a line of JSON for `benchmarks.startup`
     if dist.get_rank() == 0:
         moments = list(laps.values())
         steps = [after - before for before, after in itertools.pairwise(moments)]

@@ -1,11 +1,15 @@
-"""The error for an adapter whose library is not installed, or too old."""
+"""The requirements of an adapter: its library, and the argument `world`."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
-from mpicomm import host_info
+from mpicomm import arguments, host_info
+from mpicomm.session import World
+
+_WORLD = arguments.instance("a World, from bootstrap()", World, remedy="Pass world, from world = mpicomm.bootstrap().")
 
 
 @contextlib.contextmanager
@@ -37,3 +41,12 @@ def installed_by(extra: str, requirement: str = "") -> Iterator[None]:
             f'Install it: pip install "mpicomm[{extra}]"',
             name=error.name,
         ) from error
+
+
+def require_world(world: Any) -> None:
+    """Check the argument `world` of an adapter.
+
+    Raises:
+        TypeError: If it is not a World, such as None.
+    """
+    _WORLD.check(world, "world")
