@@ -7,6 +7,7 @@ not respond, the next rank reports in its place.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import faulthandler
@@ -16,11 +17,21 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpicomm.watchdog import dump, exit_hooks, flight_recorder, hang_report, job_files, protocol, rank_failures, signals
+from mpicomm.watchdog import (
+    coordinator,
+    dump,
+    exit_hooks,
+    flight_recorder,
+    hang_report,
+    job_files,
+    protocol,
+    rank_failures,
+    signals,
+)
 from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
 from mpicomm.watchdog.clock import ClockMonitor, ClockOffset
 from mpicomm.watchdog.connected_ranks import ConnectedRanks
@@ -97,7 +108,7 @@ class Watchdog:
             prepare: Called once, at the start of the watchdog's thread.
         """
         self.place = place
-        self.claim = claim
+        self._claim = claim
         self._channel = channel
         self._limits = limits
         self._end_job = end
@@ -110,13 +121,9 @@ class Watchdog:
         self._coordinator = None
         if place.rank == 0:
             self._coordinator = Coordinator(
-                place.hosts,
-                place.hubs,
-                limits.hang_seconds,
-                self,
-                spares=limits.spares,
-                recovers=limits.recovers,
+                place.hosts, place.hubs, limits.hang_seconds, spares=limits.spares, recovers=limits.recovers
             )
+        self._events: collections.deque[coordinator.Event] = collections.deque()  # for the coordinator
         self._operations = OperationMonitor(
             place.rank, limits.hang_seconds, limits.directory, self._report, GPUReader(limits.gpu)
         )
@@ -152,11 +159,10 @@ class Watchdog:
         """Take over rank 0's connection to `mpicomm run`, and report the start of the job."""
 
         def attach() -> None:
-            assert self._coordinator is not None
             self._channel.attach_parent(connection)
             hosts = hang_report.ranks_by_host(self.place.hosts[: self.place.size - self._limits.spares])
-            self.report_to_parent(protocol.JobStarted(hosts, self._limits.job, self._limits.recovers))
-            self._coordinator.repeat_reports_to_parent()  # ranks may have exited during the connection's set-up
+            self._channel.send_to_parent(protocol.JobStarted(hosts, self._limits.job, self._limits.recovers))
+            self._events.append(coordinator.ParentAttached())  # ranks may have exited during the connection's set-up
 
         self._post(attach)
 
@@ -291,8 +297,32 @@ class Watchdog:
         # 3. steps that are due
         self._attempt(self._connected.close_collections, now)
         if self._coordinator is not None:
-            self._attempt(self._coordinator.tick, now)
+            self._coordinate(self._coordinator)
         self._attempt(self._check_end)
+
+    def _coordinate(self, decider: Coordinator) -> None:
+        """Pass the events to the coordinator, and carry out its actions, from which further events may follow."""
+        self._events.append(coordinator.Tick())
+        while self._events:
+            event = self._events.popleft()
+            for action in self._attempt(decider.handle, event, time.monotonic()) or []:
+                self._attempt(self._perform, action)
+
+    def _perform(self, action: coordinator.Action) -> None:
+        match action:
+            case coordinator.SendToRanks():
+                self._send_to_ranks(action.message)
+            case coordinator.SendToParent():
+                self._channel.send_to_parent(action.message)
+            case coordinator.AnswerObservers():
+                self._channel.answer_observers(action.messages)
+            case coordinator.Print():
+                self.print_report(action.text)
+            case coordinator.ClaimReport():
+                # After an error, too: two reports are better than none.
+                self._events.append(coordinator.ReportClaimed(self._attempt(self._claim) is not False))
+            case coordinator.Abort():
+                self._abort(action.status)
 
     def _attempt(self, step: Callable[..., T], *arguments: Any) -> T | None:
         """Run one step. An error in it must neither end the job nor keep the following steps from running."""
@@ -359,14 +389,15 @@ class Watchdog:
         if event.rank == PARENT:
             self._receive_from_parent(event)
         elif event.rank == OBSERVER:
-            self._observe()
+            self._events.append(protocol.StatusRequest())
         elif event.message is None:
             self._receive_loss(event)
         elif isinstance(event.message, protocol.ClockAnswer):
             self._clock.record(event.message)
             self._probe_clock()
         elif event.rank is None:
-            self.send(event.message)
+            self._rank_0.record_response()
+            self._send_to_ranks(event.message)
         else:
             self._receive_from_child(event.message)
 
@@ -381,33 +412,20 @@ class Watchdog:
             self._send_to_rank_0(protocol.RankDied(event.rank, cause, is_host_lost, has_crashed))
         elif self._limits.recovers and not is_unreachable(event.lost):
             if not self._exit.all_exited.is_set():
-                self.send(protocol.RanksFailed({str(self.place.hub): cause_of_loss(event.lost, event.crash)}))
+                self._send_to_ranks(protocol.RanksFailed({str(self.place.hub): cause_of_loss(event.lost, event.crash)}))
         elif not self._exit.all_exited.is_set():
             self._rank_0.record_loss(event.lost, event.crash)
 
     def _receive_from_parent(self, event: ChannelEvent) -> None:
-        assert self._coordinator is not None
         if event.message is None:
-            self._coordinator.receive_parent_loss(event.lost, time.monotonic())
+            self._events.append(coordinator.ParentLost(event.lost))
         elif isinstance(event.message, protocol.StopAsked):
             number = signals.handled(event.message.signal)
-            self.report_to_parent(protocol.StopAnswered(event.message.signal, number is not None))
+            self._channel.send_to_parent(protocol.StopAnswered(event.message.signal, number is not None))
             if number is not None:
-                self.send(protocol.RaiseSignal(number))
+                self._send_to_ranks(protocol.RaiseSignal(number))
         elif isinstance(event.message, protocol.StatusRequest):
-            self._observe()
-
-    def _observe(self) -> None:
-        assert self._coordinator is not None
-        self._coordinator.observe(time.monotonic())
-
-    def answer_observers(self, messages: Sequence[Message]) -> None:
-        """Send an answer of rank 0 to the observers that have asked for the status."""
-        self._channel.answer_observers(messages)
-
-    def report_to_parent(self, message: Message) -> None:
-        """Send a message of rank 0 to `mpicomm run`, if it started the job."""
-        self._channel.send_to_parent(message)
+            self._events.append(event.message)
 
     def _receive_from_child(self, message: Message) -> None:
         if isinstance(message, protocol.Heartbeat):
@@ -421,7 +439,7 @@ class Watchdog:
 
     def _send_to_rank_0(self, message: Message) -> None:
         if self._coordinator is not None:
-            self._coordinator.receive(message, time.monotonic())
+            self._events.append(message)
         else:
             self._channel.send_up(message)
 
@@ -431,9 +449,8 @@ class Watchdog:
             self._rank_0.expect_response(message)
         self._send_to_rank_0(message)
 
-    def send(self, message: Message) -> None:
+    def _send_to_ranks(self, message: Message) -> None:
         """Send a message of rank 0 to the rank that it names, or to every rank; each hub forwards it."""
-        self._rank_0.record_response()
         if not isinstance(message, protocol.ToOneRank):
             self._channel.send_down(message)
             self._receive_from_rank_0(message)
@@ -510,9 +527,9 @@ class Watchdog:
         if self.place.rank <= MAX_REPORTERS:
             self.print_report(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row()}{remedy}")
         time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
-        self.abort(1)
+        self._abort(1)
 
-    def abort(self, status: int) -> None:
+    def _abort(self, status: int) -> None:
         """Abort the job; if that fails, end this process, so that the launcher ends the job."""
         self._attempt(self._channel.close_observers)
         with Path(os.devnull).open("w") as nowhere, contextlib.suppress(Exception):

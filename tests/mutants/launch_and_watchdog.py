@@ -207,11 +207,24 @@ MUTANTS = [
     ),
     # -- watchdog -------------------------------------------------------------------------------------------
     Mutant(
-        "Coordinator.receive",
+        "Coordinator._receive",
         old="case protocol.PossibleHang() | protocol.TimedOut() | protocol.MissingQuery():",
         new="case protocol.PossibleHang() | protocol.MissingQuery():",
         fault="Rank 0 ignores the message that an operation has passed its timeout, so the job never ends.",
         tests="tests/unit/test_coordinator.py -k test_a_deadline_ends_the_job",
+    ),
+    Mutant(
+        "Coordinator._receive_claim",
+        old="self._abort_at = now + _REPORTER_SECONDS",
+        fault="Rank 0 aborts the job before the rank that has claimed the report prints it.",
+        tests="tests/unit/test_coordinator.py -k without_the_claim",
+    ),
+    Mutant(
+        "Coordinator.handle",
+        old="len(self._exits) < self.size",
+        new="True",
+        fault="A finished job is aborted because mpicomm run has ended.",
+        tests="tests/unit/test_coordinator.py -k unless_all_ranks_have_exited",
     ),
     Mutant(
         "Coordinator._abort_for_exits",
@@ -424,7 +437,7 @@ if answers and all(answers) and number in _STOPS:
     ),
     Mutant(
         "attach_parent.attach",
-        old="self._coordinator.repeat_reports_to_parent()",
+        old="self._events.append(coordinator.ParentAttached())",
         fault="A successful job counts as failed if a rank exits before rank 0 is connected to mpicomm run.",
         tests="tests/unit/test_job_listener.py -k before_rank_0_is_connected",
     ),
@@ -774,7 +787,7 @@ else:
         tests="tests/unit/test_observers.py -k does_not_read",
     ),
     Mutant(
-        "Coordinator.receive",
+        "Coordinator._receive",
         old="(self._collection, self._observation)",
         new="(self._collection or self._observation,)",
         fault="An observer that asks during a hang report gets no answer from the ranks.",
