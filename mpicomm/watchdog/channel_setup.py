@@ -124,11 +124,9 @@ def _connect_to_parent(watch: Watchdog, parent: str, host_timeout: int) -> bool:
 def _listen(channel: Channel, place: RankInfo, address: str) -> Address | None:
     """Listen if this rank is a hub; return where, or None if it is not or cannot."""
     children = {rank for rank, hub in enumerate(place.hubs) if hub == place.rank and rank != place.rank}
-    listening = None
     with contextlib.suppress(OSError):
-        listening = (address, channel.listen(address)) if children else None
-        channel.expect(children)
-    return listening
+        return (address, channel.listen(address, children)) if children else None
+    return None
 
 
 def _connect(channel: Channel, place: RankInfo, hub_addresses: Sequence[Address | None]) -> None:

@@ -43,7 +43,7 @@ MUTANTS = [
     ),
     # -- authentication -------------------------------------------------------------------------------------
     Mutant(
-        "authentication._is_nonce",
+        "connection._is_nonce",
         old="len(bytes.fromhex(text)) == _NONCE_BYTES",
         new="True",
         fault="A stranger that relays the proof of one rank, with a longer nonce, is taken for another rank.",
@@ -321,21 +321,21 @@ for operation in flight_recorder.running():
         tests="tests/launch/test_run.py -k keep_the_earlier_output",
     ),
     Mutant(
-        "Authenticator._is_valid",
-        old="hmac.compare_digest(message.proof, expected) and self._is_expected(message.rank)",
-        new="self._is_expected(message.rank)",
+        "Server._is_valid",
+        old="hmac.compare_digest(proof.proof, expected) and proof.rank in self._expected",
+        new="proof.rank in self._expected",
         fault="Any process that reaches mpicomm run can report the end of a job.",
         tests="tests/unit/test_job_listener.py -k without_the_token",
     ),
     Mutant(
-        "_authenticate",
+        "connection._prove",
         old="hmac.compare_digest(welcome.proof, _proof_of(token, nonce, _WELCOME))",
         new="welcome.proof",
         fault="Any process that takes the port of mpicomm run can ask the job to stop.",
         tests="tests/unit/test_channel.py -k without_the_token",
     ),
     Mutant(
-        "_authenticate",
+        "connection._prove",
         old="str(rank)",
         new="_WELCOME",
         fault="A rank sends the proof of the other end.",
@@ -781,8 +781,8 @@ else:
     # -- mpicomm top ----------------------------------------------------------------------------------------
     Mutant(
         "Observers._receive",
-        old="not isinstance(message, StatusRequest) or observer.asks or connection.has_outgoing",
-        new="not isinstance(message, StatusRequest) or False",
+        old="lost or not is_request or observer.asks or connection.has_outgoing",
+        new="lost or not is_request",
         fault="Rank 0 stores answers without limit for an observer that asks and does not read.",
         tests="tests/unit/test_observers.py -k does_not_read",
     ),
