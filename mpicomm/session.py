@@ -28,7 +28,7 @@ from mpicomm.startup import backend_choice, devices, interfaces, rendezvous, sur
 from mpicomm.startup.start_request import JoinedJob, StartRequest
 from mpicomm.startup.survivors import Place
 from mpicomm.startup.topology import Topology
-from mpicomm.watchdog import agent, channel_setup, exit_hooks, first_report, parent_link, rank_failures
+from mpicomm.watchdog import agent, channel_setup, exit_hooks, parent_link, rank_failures
 from mpicomm.watchdog.agent import Watchdog
 from mpicomm.watchdog.channel import Channel
 from mpicomm.watchdog.rank_failures import RankFailures
@@ -187,7 +187,7 @@ def create(
     )
     name = f"{job.started}-{job.port}" if before is None else before.name
     place = Place(None if job.is_spare else world.rank, job.size)
-    session = Session(request, launch, settings, job, world, first_report.claim_in(job.store, world.rank), name, place)
+    session = Session(request, launch, settings, job, world, exit_hooks.claim_in(job.store, world.rank), name, place)
     if job.comm is not None or job.is_spare:
         if settings.dump_dir != "none":
             session.dumps = Path(settings.dump_dir or DUMPS, name).absolute()

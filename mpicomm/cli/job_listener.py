@@ -35,7 +35,6 @@ from mpicomm.watchdog.protocol import (
     StopAnswered,
     StopAsked,
 )
-from mpicomm.watchdog.rank_0_monitor import cause_of_loss, is_unreachable
 
 _TOKEN_BYTES = 16
 
@@ -95,7 +94,7 @@ class Job:
             case JobFailed():
                 self.cause = self.cause or message.cause
             case Crash() if not self._recovers:
-                self.cause = self.cause or f"{self._name([0])} died: {cause_of_loss('', message)}"
+                self.cause = self.cause or f"{self._name([0])} died: {hang_report.cause_of_loss('', message)}"
             case StopAnswered():
                 self.answers[message.signal] = message.is_handled
             case StatusReport():
@@ -120,9 +119,9 @@ class Job:
         """Record that the connection to rank 0 has ended, and why."""
         self.is_connected = False
         self.close_observers()
-        if is_unreachable(lost) and not self.is_finished:
+        if hang_report.is_unreachable(lost) and not self.is_finished:
             self._is_host_lost = True
-            self.cause = self.cause or f"{self._name([0])} died: {cause_of_loss(lost)}"
+            self.cause = self.cause or f"{self._name([0])} died: {hang_report.cause_of_loss(lost)}"
 
     def describe_end(self) -> str:
         """Return which ranks have not reached their orderly end: `ranks 2, 3 of 4 on node4 did not reach ...`."""

@@ -41,13 +41,7 @@ from mpicomm.watchdog.nvml import GPUReader
 from mpicomm.watchdog.observers import OBSERVER
 from mpicomm.watchdog.operation_monitor import OperationMonitor
 from mpicomm.watchdog.protocol import Message
-from mpicomm.watchdog.rank_0_monitor import (
-    MAX_REPORTERS,
-    RESPONSE_SECONDS,
-    Rank0Monitor,
-    cause_of_loss,
-    is_unreachable,
-)
+from mpicomm.watchdog.rank_0_monitor import RESPONSE_SECONDS, Rank0Monitor
 from mpicomm.watchdog.rank_exit import RankExit
 
 T = TypeVar("T")
@@ -407,12 +401,14 @@ class Watchdog:
         elif self._term_at < math.inf:
             return  # a launcher that sends SIGTERM sends it to the other ranks, too
         elif event.rank is not None:
-            cause = cause_of_loss(event.lost, event.crash)
-            is_host_lost, has_crashed = is_unreachable(event.lost), event.crash is not None
+            cause = hang_report.cause_of_loss(event.lost, event.crash)
+            is_host_lost, has_crashed = hang_report.is_unreachable(event.lost), event.crash is not None
             self._send_to_rank_0(protocol.RankDied(event.rank, cause, is_host_lost, has_crashed))
-        elif self._limits.recovers and not is_unreachable(event.lost):
+        elif self._limits.recovers and not hang_report.is_unreachable(event.lost):
             if not self._exit.all_exited.is_set():
-                self._send_to_ranks(protocol.RanksFailed({str(self.place.hub): cause_of_loss(event.lost, event.crash)}))
+                self._send_to_ranks(
+                    protocol.RanksFailed({str(self.place.hub): hang_report.cause_of_loss(event.lost, event.crash)})
+                )
         elif not self._exit.all_exited.is_set():
             self._rank_0.record_loss(event.lost, event.crash)
 
@@ -524,7 +520,7 @@ class Watchdog:
             self._channel.send_down(protocol.JobEnding(files=True))
         self._write_files()
         self._kill_unresponsive_processes()
-        if self.place.rank <= MAX_REPORTERS:
+        if self.place.rank <= exit_hooks.MAX_REPORTERS:
             self.print_report(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row()}{remedy}")
         time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
         self._abort(1)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.startup import open_files
-from mpicomm.watchdog import crash_report, observers
+from mpicomm.watchdog import observers
 from mpicomm.watchdog.connection import Connection, Server, connect
 from mpicomm.watchdog.job_files import JobFile
 from mpicomm.watchdog.observers import OBSERVER, Observers
@@ -188,8 +188,7 @@ class Channel:
         self.close_observers()
         if self._server is not None:
             self._server.close()
-        for connection in [*self._connections(), *self._crashed]:
-            crash_report.unwatch(connection)
+        for connection in self._connections():
             connection.close()
         self.children.clear()
         self._up = self._parent = None
@@ -199,9 +198,8 @@ class Channel:
 
     def close_in_child(self) -> None:
         """Close all descriptors in a forked child: the child shares them with the rank, and must not keep them open."""
-        for connection in [*self._connections(), *self._crashed]:
-            crash_report.unwatch(connection)
-            connection.socket.close()
+        for connection in self._connections():
+            connection.close_in_child()
         for server in self._servers():
             server.close_in_child()
         self._selector.close()  # without unregistering: the entries belong to the rank, too
@@ -212,7 +210,7 @@ class Channel:
         return [server for server in (self._server, self._observers) if server is not None]
 
     def _connections(self) -> list[Connection]:
-        return [*self.children.values(), *filter(None, [self._up, self._parent])]
+        return [*self.children.values(), *filter(None, [self._up, self._parent]), *self._crashed]
 
     def _receive_wake_up(self, _mask: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -232,7 +230,7 @@ class Channel:
     def _watch(self, connection: Connection, rank: int | None) -> None:
         """Receive the messages of a connection, and report a crash of this process over it."""
         connection.watch(self._selector, functools.partial(self._receive, rank))
-        crash_report.watch(connection)
+        connection.report_crashes()
 
     def _receive(self, rank: int | None, connection: Connection, messages: list[Message], lost: str) -> None:
         crash = next((message for message in messages if isinstance(message, Crash)), None)
@@ -245,7 +243,6 @@ class Channel:
 
     def _drop(self, rank: int | None, connection: Connection, *, closes: bool) -> None:
         """Forget a connection. That to a process which crashes stays open: this rank would seem to be dead there."""
-        crash_report.unwatch(connection)
         connection.unwatch()
         if rank is None:
             self._up = None

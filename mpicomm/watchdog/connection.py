@@ -61,11 +61,9 @@ class Connection:
         self.received_at = time.monotonic()
         """When the last data arrived."""
 
-        self.mark_sending: Callable[[bool], object] = _ignore
-        """Called with True before data is sent, and with False when no part of a message is left to send."""
-
         self._selector: selectors.BaseSelector | None = None
         self._on_messages: Callable[[Connection, list[Message], str], object]
+        self._reports_crashes = False
         self._lost = ""  # why the connection is lost
         self._incoming = bytearray()
         self._outgoing = bytearray()
@@ -93,8 +91,16 @@ class Connection:
             self._selector = selector
             selector.register(self, selectors.EVENT_READ, self._handle_event)
 
+    def report_crashes(self) -> None:
+        """Report a signal that ends this process over this connection, too (`signals.catch_crashes`)."""
+        self._reports_crashes = True
+        _allow_crash_report(self, not self._outgoing)
+
     def unwatch(self) -> None:
-        """Undo `watch`, if it was called."""
+        """Undo `watch` and `report_crashes`, as far as they were called."""
+        if self._reports_crashes:
+            self._reports_crashes = False
+            _allow_crash_report(self, False)
         if self._selector is not None:
             self._selector.unregister(self)
             self._selector = None
@@ -107,11 +113,13 @@ class Connection:
 
     def flush(self) -> None:
         """Send the remaining data, as far as the socket accepts it without blocking."""
-        self.mark_sending(True)
+        if self._reports_crashes:
+            _allow_crash_report(self, False)  # not between the parts of a message
         with contextlib.suppress(OSError):  # it accepts no more; or it is lost: then reading fails, too
             while self._outgoing:
                 del self._outgoing[: self.socket.send(self._outgoing)]
-            self.mark_sending(False)
+        if self._reports_crashes and not self._outgoing:
+            _allow_crash_report(self, True)
         if self._selector is not None:
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
             self._selector.modify(self, mask, self._handle_event)
@@ -150,6 +158,11 @@ class Connection:
         """Close the socket; unsent data is lost."""
         self.unwatch()
         self.socket.close()
+
+    def close_in_child(self) -> None:
+        """Close the descriptor in a forked child; its entry in the selector belongs to the parent, too."""
+        self._selector = None
+        self.close()
 
     def _handle_event(self, mask: int) -> None:
         if mask & selectors.EVENT_WRITE and self._selector is not None:
@@ -204,8 +217,11 @@ class Connection:
         return messages, ""
 
 
-def _ignore(_is_sending: bool) -> None:
-    """Do nothing."""
+def _allow_crash_report(connection: Connection, is_allowed: bool) -> None:
+    from mpicomm.shm import native  # imports torch, which commands do without; only ranks call this
+
+    if (library := native.library()) is not None:
+        library.mpicomm_set_connected(connection.fileno(), is_allowed)
 
 
 def _set_timeout(sock: socket.socket, seconds: int) -> None:
@@ -289,7 +305,7 @@ class Server:
         """Close all descriptors in a forked child; their entries in the selector belong to the parent, too."""
         self._listener.close()
         for connection in self._pending:
-            connection.socket.close()
+            connection.close_in_child()
 
     def _accept(self, _mask: int) -> None:
         try:

@@ -21,7 +21,6 @@ from mpicomm.watchdog.protocol import (
     Status,
     StatusReport,
 )
-from mpicomm.watchdog.rank_0_monitor import HOST_REMEDY, remedy_of_death
 
 _GATHER_SECONDS = 0.5  # waits of other ranks for the same ranks are collected for so long
 _TRANSIT_SECONDS = 5.0  # a message may arrive this long after its sender has exited,
@@ -423,12 +422,13 @@ class Coordinator:
         report = self._exits.get(message.rank)
         if report is not None and (len(self._exits) == self.size or not report.waits):
             return
-        what, reason, remedy = f"died: {message.reason}", message.reason, remedy_of_death(message.has_crashed)
+        what, reason = f"died: {message.reason}", message.reason
+        remedy = hang_report.CRASH_REMEDY if message.has_crashed else hang_report.DEATH_REMEDY
         if message.rank in self._terminated:
             what, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
         if message.is_host_lost and self._recovers:
             # MPI_Comm_shrink would wait for that host, and mpirun ends the job as soon as it notices the loss.
-            self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now, details=HOST_REMEDY)
+            self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now, details=hang_report.HOST_REMEDY)
         else:
             self._end_rank(message.rank, what, remedy, now, reason)
 

@@ -79,7 +79,7 @@ class Observers:
         """Close all descriptors in a forked child, but leave the job's file to the parent."""
         self._server.close_in_child()
         for connection in self._observers:
-            connection.socket.close()
+            connection.close_in_child()
 
     def _admit(self, connection: Connection, messages: list[Message]) -> None:
         """Make a connection that has authenticated that of an observer, if there are not too many."""

@@ -68,7 +68,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Crash(Message):
-    """A signal ends the process of the sender, and this is its last message (`crash_report`)."""
+    """A signal ends the process of the sender, and this is its last message (`signals.catch_crashes`)."""
 
     signal: str  # its name
     line: str  # the last line of Python, as faulthandler prints it; empty if unknown

@@ -53,7 +53,7 @@ MUTANTS = [
     ),
     Mutant(
         "Channel.close_in_child",
-        old="connection.socket.close()",
+        old="connection.close_in_child()",
         fault="The exit of a rank is not detected as long as a child process that it forked is running.",
         tests="tests/unit/test_channel.py -k hide_the_end_of_a_rank",
     ),

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from mpicomm.watchdog import connection as connections
-from mpicomm.watchdog import crash_report, local_processes, protocol
+from mpicomm.watchdog import local_processes, protocol
 from mpicomm.watchdog.channel import Channel, ChannelEvent
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.protocol import CollectStatus, DumpFailed, GroupBroken, LocalProcess, Message, RankFailed
@@ -405,12 +405,17 @@ def test_a_process_that_crashes_is_lost_at_once() -> None:
 
 
 def test_no_closed_connection_reports_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: set[Connection] = set()
-    monkeypatch.setattr(crash_report, "watch", watched.add)
-    monkeypatch.setattr(crash_report, "unwatch", watched.discard)
+    reporting: set[Connection] = set()
+    monkeypatch.setattr(
+        connections,
+        "_allow_crash_report",
+        lambda end, is_allowed: reporting.add(end) if is_allowed else reporting.discard(end),
+    )
     with family(1, 2) as (hub, children):
-        assert watched == {*hub.children.values(), *(child._up for child in children.values())}
-    assert not watched
+        assert reporting == {*hub.children.values(), *(child._up for child in children.values())}
+        hub.send_down(MESSAGE)
+        assert len(reporting) == 4
+    assert not reporting
 
 
 def test_large_messages_go_both_ways_at_once() -> None:

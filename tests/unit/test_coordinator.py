@@ -25,6 +25,7 @@ from mpicomm.watchdog.coordinator import (
     SendToRanks,
     Tick,
 )
+from mpicomm.watchdog.hang_report import CRASH_REMEDY, DEATH_REMEDY, HOST_REMEDY
 from mpicomm.watchdog.protocol import (
     COLLECT_SECONDS,
     Acknowledgement,
@@ -43,7 +44,7 @@ from mpicomm.watchdog.protocol import (
     TimedOut,
     WaitEnded,
 )
-from mpicomm.watchdog.rank_0_monitor import CRASH_REMEDY, DEATH_REMEDY, HOST_REMEDY, Rank0Monitor
+from mpicomm.watchdog.rank_0_monitor import Rank0Monitor
 
 SIZE = 4
 HANG_SECONDS = 60.0
