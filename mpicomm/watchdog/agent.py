@@ -34,15 +34,13 @@ from mpicomm.watchdog import (
 )
 from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
 from mpicomm.watchdog.clock import ClockMonitor, ClockOffset
-from mpicomm.watchdog.connected_ranks import ConnectedRanks
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.coordinator import Coordinator
 from mpicomm.watchdog.nvml import GPUReader
 from mpicomm.watchdog.observers import OBSERVER
-from mpicomm.watchdog.operation_monitor import OperationMonitor
 from mpicomm.watchdog.protocol import Message
 from mpicomm.watchdog.rank_0_monitor import RESPONSE_SECONDS, Rank0Monitor
-from mpicomm.watchdog.rank_exit import RankExit
+from mpicomm.watchdog.rank_reports import ConnectedRanks, OperationMonitor, RankExit
 
 T = TypeVar("T")
 

@@ -184,7 +184,7 @@ class OperationReport(FromRank):
 
 
 class WaitStarted(OperationReport):
-    """The rank has waited for longer than `operation_monitor.WAIT_LIMIT`."""
+    """The rank has waited for longer than `rank_reports.WAIT_LIMIT`."""
 
 
 @dataclass(frozen=True)
