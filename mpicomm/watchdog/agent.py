@@ -127,6 +127,7 @@ class Watchdog:
         self._is_acknowledged = threading.Event()
         self._next_tick = 0.0
         self._has_failed = False
+        self._about = {"size": place.size, "host": place.hosts[place.rank]}  # for the dump files
         self._term_at = math.inf  # when SIGTERM ends this process
         self._exit_at = math.inf  # once the job is ending: when this process exits if the launcher has not ended it
 
@@ -399,9 +400,7 @@ class Watchdog:
         elif self._term_at < math.inf:
             return  # a launcher that sends SIGTERM sends it to the other ranks, too
         elif event.rank is not None:
-            cause = hang_report.cause_of_loss(event.lost, event.crash)
-            is_host_lost, has_crashed = hang_report.is_unreachable(event.lost), event.crash is not None
-            self._send_to_rank_0(protocol.RankDied(event.rank, cause, is_host_lost, has_crashed))
+            self._send_to_rank_0(protocol.RankDied(event.rank, event.lost, event.crash))
         elif self._limits.recovers and not hang_report.is_unreachable(event.lost):
             if not self._exit.all_exited.is_set():
                 self._send_to_ranks(
@@ -546,9 +545,8 @@ class Watchdog:
 
     def _write_files(self) -> None:
         if self._limits.directory is not None:
-            about = {"size": self.place.size, "host": self.place.hosts[self.place.rank]}
-            offset = self._clock.offset()
-            problem = dump.try_write(self._limits.directory, self.place.rank, about, offset, _WRITE_SECONDS)
+            directory, rank, offset = self._limits.directory, self.place.rank, self._clock.offset()
+            problem = dump.try_write(directory, rank, self._about, offset, _WRITE_SECONDS)
             if problem:  # the report is printed all the same
                 self._report(protocol.DumpFailed(self.place.rank, problem))
 

@@ -234,23 +234,19 @@ class Channel:
 
     def _receive(self, rank: int | None, connection: Connection, messages: list[Message], lost: str) -> None:
         crash = next((message for message in messages if isinstance(message, Crash)), None)
-        if crash is not None:  # its last message: what follows is of threads that run on in the broken process
-            messages = messages[: messages.index(crash)]
+        if crash is not None:
+            messages = messages[: messages.index(crash)]  # what follows is of threads that run on in the broken process
+            # Not closed: to these threads, this rank would seem to be dead.
+            connection.unwatch()
+            self._crashed.append(connection)
         self._events += [ChannelEvent(rank, message) for message in messages]
-        if lost or crash:  # a launcher may kill this process as soon as the other one has ended
-            self._drop(rank, connection, closes=crash is None)
-            self._events.append(ChannelEvent(rank, lost=lost or "crashed", crash=crash))
-
-    def _drop(self, rank: int | None, connection: Connection, *, closes: bool) -> None:
-        """Forget a connection. That to a process which crashes stays open: this rank would seem to be dead there."""
-        connection.unwatch()
+        if not (lost or crash):
+            return
+        # A crash is reported at once: a launcher may kill this process as soon as the other one has ended.
         if rank is None:
             self._up = None
         elif rank == PARENT:
             self._parent = None
         else:
             del self.children[rank]
-        if closes:
-            connection.close()
-        else:
-            self._crashed.append(connection)
+        self._events.append(ChannelEvent(rank, lost=lost or "crashed", crash=crash))

@@ -83,8 +83,8 @@ class Connection:
         """Register at a selector, whose caller calls the data of each key with the mask of its event.
 
         Args:
-            on_messages: Called with this connection, the messages that have arrived, and the reason why it is lost;
-                empty if it is not lost. Replaces that of an earlier call.
+            on_messages: Called with this connection, the messages that have arrived, and the reason why it is lost,
+                and therefore closed; empty if it is not lost. Replaces that of an earlier call.
         """
         self._on_messages = on_messages
         if self._selector is None:
@@ -169,6 +169,8 @@ class Connection:
             self.flush()
         if mask & selectors.EVENT_READ and self._selector is not None:  # not closed by an event before
             messages, lost = self.receive()
+            if lost:
+                self.close()
             if messages or lost:
                 self._on_messages(self, messages, lost)
 

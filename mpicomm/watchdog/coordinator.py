@@ -422,11 +422,12 @@ class Coordinator:
         report = self._exits.get(message.rank)
         if report is not None and (len(self._exits) == self.size or not report.waits):
             return
-        what, reason = f"died: {message.reason}", message.reason
-        remedy = hang_report.CRASH_REMEDY if message.has_crashed else hang_report.DEATH_REMEDY
+        reason = hang_report.cause_of_loss(message.lost, message.crash)
+        what = f"died: {reason}"
+        remedy = hang_report.DEATH_REMEDY if message.crash is None else hang_report.CRASH_REMEDY
         if message.rank in self._terminated:
             what, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
-        if message.is_host_lost and self._recovers:
+        if hang_report.is_unreachable(message.lost) and self._recovers:
             # MPI_Comm_shrink would wait for that host, and mpirun ends the job as soon as it notices the loss.
             self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now, details=hang_report.HOST_REMEDY)
         else:

@@ -237,11 +237,8 @@ class ExitingAtOnce(FromRank):
 class RankDied(FromRank):
     """The rank's hub has lost its connection."""
 
-    reason: str
-    is_host_lost: bool = False
-    """Whether its host does not answer."""
-    has_crashed: bool = False
-    """Whether a signal has ended its process that it could report itself."""
+    lost: str  # why, as the kernel or `connection` describes it
+    crash: Crash | None  # its last message, if a signal has ended its process that it could report itself
 
 
 class RankFailed(FromRank):

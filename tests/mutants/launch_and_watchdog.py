@@ -185,14 +185,14 @@ MUTANTS = [
     ),
     Mutant(
         "Channel._receive",
-        old="lost or crash",
-        new="lost",
+        old="not (lost or crash)",
+        new="not lost",
         fault="A rank that crashes is reported only once its process has ended, when some launchers kill all others.",
         tests="tests/unit/test_channel.py -k crashes_is_lost_at_once",
     ),
     Mutant(
         "Coordinator._receive_death",
-        old="hang_report.CRASH_REMEDY if message.has_crashed else hang_report.DEATH_REMEDY",
+        old="hang_report.DEATH_REMEDY if message.crash is None else hang_report.CRASH_REMEDY",
         new="hang_report.DEATH_REMEDY",
         fault="The report of a crash sends the user to the log of the kernel.",
         tests="tests/unit/test_coordinator.py -k remedy",
@@ -248,8 +248,8 @@ MUTANTS = [
     ),
     Mutant(
         "Watchdog._write_files",
-        old="dump.try_write(self._limits.directory, self.place.rank, about, offset, _WRITE_SECONDS)",
-        new="dump.try_write(self._limits.directory, self.place.hub, about, offset, _WRITE_SECONDS)",
+        old="self.place.rank, self._clock.offset()",
+        new="self.place.hub, self._clock.offset()",
         fault="A rank writes its operations and stacks into the dump files of its hub.",
         tests="tests/launch/test_leaving.py -k test_all_ranks_write_files",
     ),

@@ -40,7 +40,7 @@ MUTANTS = [
         tests="tests/unit/test_channel.py -k listening_socket_is_closed",
     ),
     Mutant(
-        "Channel._drop",
+        "Channel._receive",
         old="del self.children[rank]",
         fault="A hub continues to wait for the status of a rank whose connection is lost.",
         tests="tests/unit/test_channel.py -k hub_notices_which_child",

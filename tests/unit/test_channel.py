@@ -352,13 +352,13 @@ def test_default_values_are_valid() -> None:
     """The receiver drops a message with a field of another type."""
     process = protocol.LocalProcess(7)
     usage = protocol.Usage(1.5, 2**30)
-    died, started, finished = protocol.RankDied(1, "killed"), protocol.JobStarted({}), protocol.RankFinished(1)
+    died, started, finished = protocol.RankDied(1, "closed", None), protocol.JobStarted({}), protocol.RankFinished(1)
     collect = CollectStatus(1, files=True)
     for message in (process, usage, protocol.RankStatus([], None, "", {}), died, started, finished, collect):
         assert protocol.decode(protocol.encode(message)) == message
     assert (usage.gpu_memory, usage.gpu_memory_total, usage.gpu_utilization) == (None, None, None)
     assert (process.start_time, started.name) == ("", "")
-    assert not any([died.is_host_lost, died.has_crashed, started.recovers, finished.has_failed, collect.usage])
+    assert not any([started.recovers, finished.has_failed, collect.usage])
 
 
 def test_a_text_that_is_not_an_object_is_an_error() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +54,7 @@ GATHER, LAUNCHER = coordinators._GATHER_SECONDS, coordinators._LAUNCHER_SECONDS
 TRANSIT = coordinators._TRANSIT_SECONDS
 REPORTER, DUMP = coordinators._REPORTER_SECONDS, coordinators._DUMP_SECONDS
 TWO_NODES = (0, 0, 1, 1)
+KILLED = hang_report.cause_of_loss("closed")
 ALL_RANKS = hang_report.ranges(range(SIZE))
 
 
@@ -102,8 +105,8 @@ class Court:
     def kinds(self) -> list[type[Message]]:
         return [type(message) for message in self.to_all]
 
-    def lose(self, rank: int, reason: str = "killed") -> None:
-        self.receive(protocol.RankDied(rank, reason))
+    def lose(self, rank: int) -> None:
+        self.receive(protocol.RankDied(rank, "closed", None))
 
     def tick(self, seconds: float = 0.0) -> None:
         self.now += seconds
@@ -181,21 +184,22 @@ def _court() -> Court:
 # -- dead ranks ------------------------------------------------------------------------------------------------------
 
 
-def died(rank: int, reason: str = "killed") -> str:
+def died(rank: int) -> str:
     """Return the report of a rank's death."""
-    return f"[mpicomm] rank {rank} of {SIZE} on node0 died: {reason}; aborting the job\n{DEATH_REMEDY}"
+    return f"[mpicomm] rank {rank} of {SIZE} on node0 died: {KILLED}; aborting the job\n{DEATH_REMEDY}"
 
 
 def test_a_rank_that_died_is_named_once_and_ends_the_job(court: Court) -> None:
     for rank in (2, 2, 3, 1):
-        court.lose(rank, "its process has ended")
-    assert court.printed == [died(2, "its process has ended")]
+        court.lose(rank)
+    assert court.printed == [died(2)]
     assert court.to_all == [JobEnding(files=True)]
     assert court.claims == 1
 
 
 def test_the_remedy_depends_on_whether_the_rank_has_crashed(court: Court) -> None:
-    court.receive(protocol.RankDied(2, "SIGSEGV ended its process", has_crashed=True))
+    court.receive(protocol.RankDied(2, "crashed", protocol.Crash("SIGSEGV", "")))
+    assert court.printed[0].splitlines()[0].endswith("died: SIGSEGV ended its process; aborting the job")
     assert court.printed[0].splitlines()[1:] == CRASH_REMEDY.splitlines()
 
 
@@ -222,8 +226,8 @@ def test_one_rank_after_the_other_acts_in_place_of_rank_0() -> None:
 
 def test_the_actions_after_a_death_are_returned_in_their_order() -> None:
     coordinator = Coordinator(["node0"] * SIZE, [0] * SIZE, HANG_SECONDS)
-    cause = "rank 2 of 4 on node0 died: killed"
-    assert coordinator.handle(protocol.RankDied(2, "killed"), 0.0) == [
+    cause = f"rank 2 of 4 on node0 died: {KILLED}"
+    assert coordinator.handle(protocol.RankDied(2, "closed", None), 0.0) == [
         SendToParent(protocol.JobFailed(cause)),
         ClaimReport(),
     ]
@@ -253,16 +257,16 @@ def test_reports_before_mpicomm_run_is_connected_are_repeated(court: Court) -> N
     court.lose(2)
     court.to_parent.clear()
     court.receive(ParentAttached())
-    assert court.to_parent == [protocol.RankFinished(1), protocol.JobFailed("rank 2 of 4 on node0 died: killed")]
+    assert court.to_parent == [protocol.RankFinished(1), protocol.JobFailed(f"rank 2 of 4 on node0 died: {KILLED}")]
 
 
 def test_a_job_that_recovers_continues_without_a_rank_but_not_without_a_host() -> None:
     court = Court(nodes=TWO_NODES, recovers=True)
     court.lose(1)
-    assert court.to_all == [protocol.RanksFailed({"1": "killed"})]
+    assert court.to_all == [protocol.RanksFailed({"1": KILLED})]
     assert court.to_parent == [protocol.RankFinished(1, has_failed=True)]
-    court.receive(protocol.RankDied(2, "its host is unreachable", is_host_lost=True))
-    cause = "rank 2 of 4 on node1 died: its host is unreachable"
+    court.receive(protocol.RankDied(2, os.strerror(errno.ETIMEDOUT), None))
+    cause = "rank 2 of 4 on node1 died: its host is unreachable (Connection timed out)"
     assert court.to_parent[1:] == [protocol.JobFailed(cause)]
     assert court.printed == [f"[mpicomm] {cause}; aborting the job\n{HOST_REMEDY}"]
     assert court.to_all[1:] == [JobEnding(files=True)]
@@ -306,7 +310,7 @@ def test_a_rank_that_left_and_does_not_wait_for_the_others_has_not_died(court: C
 def test_a_rank_that_left_and_waits_for_the_others_can_die(court: Court) -> None:
     court.leave(2)
     court.lose(2)
-    assert court.printed == [died(2, "killed")]
+    assert court.printed == [died(2)]
 
 
 def test_a_rank_that_calls_os_exit_is_named_and_gets_an_acknowledgement(court: Court) -> None:
@@ -379,7 +383,7 @@ def test_a_death_matters_more_than_a_report_in_progress(court: Court) -> None:
     court.answer(*range(SIZE))
     court.lose(2)
     court.tick(COLLECT_SECONDS + 1)
-    assert court.printed == [died(2, "killed")]
+    assert court.printed == [died(2)]
     assert court.aborts == [1]
 
 
@@ -938,7 +942,7 @@ def test_an_observer_of_a_job_that_is_ending_is_refused(court: Court) -> None:
     observe(court)
     court.lose(2)
     court.tick()
-    refused = protocol.StatusRefused("the job is being aborted: rank 2 of 4 on node0 died: killed")
+    refused = protocol.StatusRefused(f"the job is being aborted: rank 2 of 4 on node0 died: {KILLED}")
     assert court.observed == [[refused]]
     court.receive(protocol.StatusRequest())
     court.tick()
