@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.startup import open_files
 from mpicomm.watchdog import observers
-from mpicomm.watchdog.connection import Connection, Server, connect
+from mpicomm.watchdog.connection import Connection, Server, connect, frame
 from mpicomm.watchdog.job_files import JobFile
 from mpicomm.watchdog.observers import OBSERVER, Observers
 from mpicomm.watchdog.protocol import Crash, LocalProcess, Message, StatusRequest
@@ -152,8 +152,9 @@ class Channel:
 
     def send_down(self, message: Message) -> None:
         """Send a message to all children."""
+        data = frame(message) if self.children else b""
         for connection in self.children.values():
-            connection.send(message)
+            connection.send_frame(data)
 
     def send_to_parent(self, message: Message) -> None:
         """Send a message to `mpicomm run`; does nothing if it did not start the job, or the connection is lost."""

@@ -107,8 +107,11 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send a message as far as the socket accepts it without blocking; the rest follows when it accepts more."""
-        text = protocol.encode(message)
-        self._outgoing += _LENGTH.pack(len(text)) + text
+        self.send_frame(frame(message))
+
+    def send_frame(self, data: bytes) -> None:
+        """Send a message that `frame` returned, which may go to several connections."""
+        self._outgoing += data
         self.flush()
 
     def flush(self) -> None:
@@ -217,6 +220,12 @@ class Connection:
             elif not self.is_trusted:
                 return messages, "sent an unknown message"
         return messages, ""
+
+
+def frame(message: Message) -> bytes:
+    """Return a message as it is sent."""
+    text = protocol.encode(message)
+    return _LENGTH.pack(len(text)) + text
 
 
 def _allow_crash_report(connection: Connection, is_allowed: bool) -> None:
