@@ -18,7 +18,7 @@ from mpicomm.watchdog.channel import Channel, RankInfo
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-CONNECT_SECONDS = 30.0
+CONNECT_SECONDS = 30.0  # for a hub to accept a rank, on a busy machine
 
 Address = tuple[str, int]
 """An address and a port."""

@@ -297,7 +297,7 @@ class Server:
 
     def close_expired(self) -> None:
         """Close the connections whose time has passed; call it regularly."""
-        for connection in [each for each, pending in self._pending.items() if pending.deadline.left() <= 0]:
+        for connection in [late for late, pending in self._pending.items() if pending.deadline.left() <= 0]:
             self._refuse(connection)
 
     def stop_listening(self) -> None:

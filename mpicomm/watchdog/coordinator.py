@@ -423,29 +423,31 @@ class Coordinator:
         if report is not None and (len(self._exits) == self.size or not report.waits):
             return
         reason = hang_report.cause_of_loss(message.lost, message.crash)
-        what = f"died: {reason}"
+        event = f"died: {reason}"
         remedy = hang_report.DEATH_REMEDY if message.crash is None else hang_report.CRASH_REMEDY
         if message.rank in self._terminated:
-            what, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
+            event, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
         if hang_report.is_unreachable(message.lost) and self._recovers:
             # MPI_Comm_shrink would wait for that host, and mpirun ends the job as soon as it notices the loss.
-            self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now, details=hang_report.HOST_REMEDY)
+            self._abort(
+                f"{self._name([message.rank])} {event}", _LAUNCHER_SECONDS, now, details=hang_report.HOST_REMEDY
+            )
         else:
-            self._end_rank(message.rank, what, remedy, now, reason)
+            self._end_rank(message.rank, event, remedy, now, reason)
 
-    def _end_rank(self, rank: int, what: str, remedy: str, now: float, reason: str = "") -> None:
+    def _end_rank(self, rank: int, event: str, remedy: str, now: float, reason: str = "") -> None:
         """Abort the job because a rank has ended, or let the other ranks continue without it.
 
         Args:
-            what: What has happened to the rank, as the predicate of a sentence.
+            event: What has happened to the rank, as the predicate of a sentence.
             reason: The same as a sentence, if it differs.
         """
         if not self._recovers or self.is_ending:
-            self._abort(f"{self._name([rank])} {what}", _LAUNCHER_SECONDS, now, details=remedy)
+            self._abort(f"{self._name([rank])} {event}", _LAUNCHER_SECONDS, now, details=remedy)
         elif rank not in self._failed:
             self._failed.add(rank)
             self._actions.append(SendToParent(protocol.RankFinished(rank, has_failed=True)))
-            self._send(protocol.RanksFailed({str(rank): reason or f"it {what}"}))
+            self._send(protocol.RanksFailed({str(rank): reason or f"it {event}"}))
 
     def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Status], now: float) -> None:
         is_one = len(absent) == 1
@@ -454,9 +456,9 @@ class Coordinator:
         self._abort(f"{self._name(absent)} {phrase}", _DUMP_SECONDS, now, status or 1, self._table(rows))
 
     def _abort_for_timeout(self, late: protocol.TimedOut, rows: Mapping[int, Status], now: float) -> None:
-        what = f"timed out after {late.timeout:g} s in {hang_report.operation(late.operation)}"
         silent = [rank for rank, row in rows.items() if isinstance(row, NotResponding)]
-        cause = f"{self._name([late.rank])} {what}"
+        operation = hang_report.operation(late.operation)
+        cause = f"{self._name([late.rank])} timed out after {late.timeout:g} s in {operation}"
         cause += f"; not responding: {self._name(silent)}" if silent else ""
         self._abort(cause, _DUMP_SECONDS, now, details=f"{self._table(rows)}\n{late.files}")
 

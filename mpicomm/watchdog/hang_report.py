@@ -71,10 +71,10 @@ def ranks_by_host(hosts: Sequence[str]) -> dict[str, str]:
     Args:
         hosts: The host of every rank.
     """
-    found: dict[str, list[int]] = {}
+    of_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return {host: ranges(ranks) for host, ranks in found.items()}
+        of_host.setdefault(host, []).append(rank)
+    return {host: ranges(ranks) for host, ranks in of_host.items()}
 
 
 def full_name(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -143,7 +143,7 @@ def _position(row: Status, host: str) -> tuple[str, float]:
         how = "at the end of its program" if row.status is None else f"with status {row.status}"
         return f"exited {_SECONDS} ago {how}", row.seconds
     if row.running:
-        longest = max(row.running, key=lambda each: each.seconds or 0.0)
+        longest = max(row.running, key=lambda info: info.seconds or 0.0)
         more = len(row.running) - 1
         beside = f" (and {more} more operation{'s' if more > 1 else ''})" if more else ""
         return f"in {operation(longest)}, at {longest.where}, for {_SECONDS}{beside}", longest.seconds or 0.0

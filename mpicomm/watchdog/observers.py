@@ -20,6 +20,8 @@ OBSERVER = -2
 """Takes the place of a rank in the proof of an observer, and in the events of its connection."""
 
 MAX_OBSERVERS = 8
+"""The most observers of a job: rank 0 sends the status of all ranks to each."""
+
 IDLE_SECONDS = 60.0
 """Seconds without a request after which an observer is disconnected; it may be stopped."""
 
@@ -65,7 +67,7 @@ class Observers:
     def close_expired(self) -> None:
         """Disconnect observers that have not authenticated, asked, or read an answer in time; call it regularly."""
         self._server.close_expired()
-        for connection in [each for each, observer in self._observers.items() if observer.idle_due.left() <= 0]:
+        for connection in [idle for idle, observer in self._observers.items() if observer.idle_due.left() <= 0]:
             self._drop(connection)
 
     def close(self) -> None:

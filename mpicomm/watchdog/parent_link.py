@@ -18,7 +18,7 @@ from mpicomm.watchdog import connection
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.protocol import JobStarted, RankFinished
 
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 5.0  # for `mpicomm run` to accept rank 0; the other ranks wait for it meanwhile
 
 _address: str | None = None
 """The value of the variable, once `take_address` has removed it."""

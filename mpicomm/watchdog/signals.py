@@ -92,7 +92,7 @@ def handled(number: int) -> int | None:
     The program's handler of the signal itself, or, for Ctrl-C, which by default ends a program, that of SIGTERM.
     """
     candidates = (number, signal.SIGTERM) if number == signal.SIGINT else (number,)
-    return next((each for each in candidates if _is_handled_by_program(each)), None)
+    return next((candidate for candidate in candidates if _is_handled_by_program(candidate)), None)
 
 
 def _is_handled_by_program(number: int) -> bool:

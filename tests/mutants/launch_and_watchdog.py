@@ -794,7 +794,7 @@ else:
     ),
     Mutant(
         "_is_private",
-        old="not found.st_mode & 0o077",
+        old="not status.st_mode & 0o077",
         new="True",
         fault="The socket and the token of a job are written to a directory that other users can open.",
         tests="tests/unit/test_observers.py -k others_can_open",

@@ -347,7 +347,7 @@ MUTANTS = [
     ),
     Mutant(
         "hang_report._position",
-        old="max(row.running, key=lambda each: each.seconds or 0.0)",
+        old="max(row.running, key=lambda info: info.seconds or 0.0)",
         new="row.running[-1]",
         fault="A hang report shows the latest of several running operations instead of the longest.",
         tests="tests/unit/test_hang_report.py -k of_several_operations",

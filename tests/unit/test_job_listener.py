@@ -170,9 +170,10 @@ def test_the_end_of_a_rank_before_rank_0_is_connected_is_reported(
 ) -> None:
     watch = Watchdog(RankInfo(0, ["a"], [0], [0]), Channel(0, bytes(32)), Limits(600, None), os._exit, lambda: True)
     connection = connect(listener, listener[0].parent)
-    watch.leave(0, is_stuck=False)
-    watch.attach_parent(connection)
     watch.start()
+    watch.leave(0, is_stuck=False)
+    wait_until(watch.has_seen_all_exit, "rank 0 has reported its exit")
+    watch.attach_parent(connection)
     wait_until(lambda: handle(listener) or [job.is_finished for job in listener[0].jobs] == [True], "it is reported")
     watch.stop()
 

@@ -174,7 +174,10 @@ def test_an_observer_that_vanishes_is_forgotten(host: Host) -> None:
     other.close()
 
 
-def test_an_observer_that_does_not_read_is_dropped_at_its_next_request(host: Host) -> None:
+def test_an_observer_that_does_not_read_is_dropped_at_its_next_request(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observers, "IDLE_SECONDS", 2 * SECONDS)  # not dropped because it is idle
     host.size = LARGE
     silent, other = host.observer(), host.observer()
     silent._connection.send(StatusRequest())
