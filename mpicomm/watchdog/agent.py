@@ -389,7 +389,6 @@ class Watchdog:
             self._clock.record(event.message)
             self._probe_clock()
         elif event.rank is None:
-            self._rank_0.record_response()
             self._send_to_ranks(event.message)
         else:
             self._receive_from_child(event.message)
@@ -444,6 +443,7 @@ class Watchdog:
 
     def _send_to_ranks(self, message: Message) -> None:
         """Send a message of rank 0 to the rank that it names, or to every rank; each hub forwards it."""
+        self._rank_0.record_response()
         if not isinstance(message, protocol.ToOneRank):
             self._channel.send_down(message)
             self._receive_from_rank_0(message)
