@@ -311,9 +311,13 @@ class Watchdog:
                 self._channel.answer_observers(action.messages)
             case coordinator.Print():
                 self.print_report(action.text)
-            case coordinator.ClaimReport():
-                # After an error, too: two reports are better than none.
-                self._events.append(coordinator.ReportClaimed(self._attempt(self._claim) is not False))
+            case coordinator.ReportCause():
+                is_first = (
+                    self._attempt(self._claim) is not False
+                )  # also after an error: two reports are better than none
+                if is_first:
+                    self.print_report(action.text)
+                self._events.append(coordinator.CauseReported(is_first))
             case coordinator.Abort():
                 self._abort(action.status)
 
@@ -389,6 +393,7 @@ class Watchdog:
             self._clock.record(event.message)
             self._probe_clock()
         elif event.rank is None:
+            self._rank_0.record_response()
             self._send_to_ranks(event.message)
         else:
             self._receive_from_child(event.message)
@@ -401,10 +406,10 @@ class Watchdog:
         elif event.rank is not None:
             self._send_to_rank_0(protocol.RankDied(event.rank, event.lost, event.crash))
         elif self._limits.recovers and not hang_report.is_unreachable(event.lost):
+            self._rank_0.record_response()  # the next world has another rank 0
             if not self._exit.all_exited.is_set():
-                self._send_to_ranks(
-                    protocol.RanksFailed({str(self.place.hub): hang_report.cause_of_loss(event.lost, event.crash)})
-                )
+                cause = hang_report.cause_of_loss(event.lost, event.crash)
+                self._send_to_ranks(protocol.RanksFailed({str(self.place.hub): cause}))
         elif not self._exit.all_exited.is_set():
             self._rank_0.record_loss(event.lost, event.crash)
 
@@ -437,13 +442,12 @@ class Watchdog:
 
     def _report(self, message: Message) -> None:
         """Send a message of this rank to rank 0."""
-        if isinstance(message, protocol.LateOperation):
+        if isinstance(message, protocol.LateOperation) and self._coordinator is None:
             self._rank_0.expect_response(message)
         self._send_to_rank_0(message)
 
     def _send_to_ranks(self, message: Message) -> None:
         """Send a message of rank 0 to the rank that it names, or to every rank; each hub forwards it."""
-        self._rank_0.record_response()
         if not isinstance(message, protocol.ToOneRank):
             self._channel.send_down(message)
             self._receive_from_rank_0(message)

@@ -54,14 +54,14 @@ class ParentLost:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReportClaimed:
-    """The answer to `ClaimReport`."""
+class CauseReported:
+    """The answer to `ReportCause`."""
 
     is_first: bool
-    """Whether no other rank has reported the cause of the job's end."""
+    """Whether no other rank has reported a cause."""
 
 
-Event: TypeAlias = Message | Tick | ParentAttached | ParentLost | ReportClaimed
+Event: TypeAlias = Message | Tick | ParentAttached | ParentLost | CauseReported
 
 # -- actions -----------------------------------------------------------------------------------------------------------
 
@@ -95,8 +95,10 @@ class Print:
 
 
 @dataclasses.dataclass(frozen=True)
-class ClaimReport:
-    """Claim the right to report the cause of the job's end; the answer is the event `ReportClaimed`."""
+class ReportCause:
+    """Print why the job ends, unless another rank has; the answer is the event `CauseReported`."""
+
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Abort:
     status: int
 
 
-Action: TypeAlias = SendToRanks | SendToParent | AnswerObservers | Print | ClaimReport | Abort
+Action: TypeAlias = SendToRanks | SendToParent | AnswerObservers | Print | ReportCause | Abort
 
 
 @dataclasses.dataclass
@@ -165,7 +167,6 @@ class Coordinator:
         self._abort_at = math.inf
         self._status = 1
         self._cause = ""  # in one line; empty if no rank has failed
-        self._report = ""  # of the cause, until the answer to `ClaimReport`
 
     @property
     def is_ending(self) -> bool:
@@ -183,8 +184,10 @@ class Coordinator:
         match event:
             case Tick():
                 self._tick(now)
-            case ReportClaimed():
-                self._receive_claim(event, now)
+            case CauseReported():
+                if not event.is_first:  # the rank that has reported the cause aborts the job
+                    self._abort_at = now + _REPORTER_SECONDS
+                self._send(protocol.JobEnding(files=event.is_first))
             case ParentAttached():
                 self._repeat_reports_to_parent()
             case ParentLost():
@@ -473,16 +476,8 @@ class Coordinator:
             return
         self._status = status
         self._report_failure(cause)
-        self._report = "\n".join(filter(None, [f"[mpicomm] {cause}; aborting the job", details]))
         self._abort_at = now + seconds
-        self._actions.append(ClaimReport())
-
-    def _receive_claim(self, claim: ReportClaimed, now: float) -> None:
-        if claim.is_first:
-            self._actions.append(Print(self._report))
-        else:  # another rank reports the cause and aborts
-            self._abort_at = now + _REPORTER_SECONDS
-        self._send(protocol.JobEnding(files=claim.is_first))
+        self._actions.append(ReportCause("\n".join(filter(None, [f"[mpicomm] {cause}; aborting the job", details]))))
 
     def _report_failure(self, cause: str) -> None:
         self._cause = self._cause or cause

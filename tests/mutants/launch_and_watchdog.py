@@ -213,7 +213,7 @@ MUTANTS = [
         tests="tests/unit/test_coordinator.py -k test_a_deadline_ends_the_job",
     ),
     Mutant(
-        "Coordinator._receive_claim",
+        "Coordinator.handle",
         old="self._abort_at = now + _REPORTER_SECONDS",
         fault="Rank 0 aborts the job before the rank that has claimed the report prints it.",
         tests="tests/unit/test_coordinator.py -k without_the_claim",

@@ -16,13 +16,13 @@ from mpicomm.watchdog.channel import RankInfo
 from mpicomm.watchdog.coordinator import (
     Abort,
     AnswerObservers,
-    ClaimReport,
+    CauseReported,
     Coordinator,
     Event,
     ParentAttached,
     ParentLost,
     Print,
-    ReportClaimed,
+    ReportCause,
     SendToParent,
     SendToRanks,
     Tick,
@@ -98,9 +98,10 @@ class Court:
                     self.printed.append(text)
                 case Abort(status):
                     self.aborts.append(status)
-                case ClaimReport():
+                case ReportCause(text):
                     self.claims += 1
-                    self.receive(ReportClaimed(self.may_claim))
+                    self.printed += [text] if self.may_claim else []
+                    self.receive(CauseReported(self.may_claim))
 
     def kinds(self) -> list[type[Message]]:
         return [type(message) for message in self.to_all]
@@ -229,13 +230,10 @@ def test_the_actions_after_a_death_are_returned_in_their_order() -> None:
     cause = f"rank 2 of 4 on node0 died: {KILLED}"
     assert coordinator.handle(protocol.RankDied(2, "closed", None), 0.0) == [
         SendToParent(protocol.JobFailed(cause)),
-        ClaimReport(),
+        ReportCause(f"[mpicomm] {cause}; aborting the job\n{DEATH_REMEDY}"),
     ]
     assert coordinator.handle(Tick(), 0.0) == []
-    assert coordinator.handle(ReportClaimed(True), 0.0) == [
-        Print(f"[mpicomm] {cause}; aborting the job\n{DEATH_REMEDY}"),
-        SendToRanks(JobEnding(files=True)),
-    ]
+    assert coordinator.handle(CauseReported(is_first=True), 0.0) == [SendToRanks(JobEnding(files=True))]
     assert coordinator.handle(Tick(), LAUNCHER) == [Abort(1)]
 
 
