@@ -549,8 +549,8 @@ class Watchdog:
 
     def _write_files(self) -> None:
         if self._limits.directory is not None:
-            directory, rank, offset = self._limits.directory, self.place.rank, self._clock.offset()
-            problem = dump.try_write(directory, rank, self._about, offset, _WRITE_SECONDS)
+            offset = self._clock.offset()
+            problem = dump.try_write(self._limits.directory, self.place.rank, self._about, offset, _WRITE_SECONDS)
             if problem:  # the report is printed all the same
                 self._report(protocol.DumpFailed(self.place.rank, problem))
 

@@ -226,6 +226,19 @@ MUTANTS = [
         tests="tests/unit/test_coordinator.py -k unless_all_ranks_have_exited",
     ),
     Mutant(
+        "Watchdog._perform",
+        old="self._attempt(self._claim) is not False",
+        new="bool(self._attempt(self._claim))",
+        fault="No rank prints why the job ends if the claim of the report fails.",
+        tests="tests/unit/test_coordinator.py -k claiming_it_fails",
+    ),
+    Mutant(
+        "Connection._handle_event",
+        old="self.close()",
+        fault="A connection that is lost stays open.",
+        tests="tests/unit/test_channel.py -k sender_of_garbage",
+    ),
+    Mutant(
         "Coordinator._abort_for_exits",
         old="status or 1",
         new="1",
@@ -248,8 +261,8 @@ MUTANTS = [
     ),
     Mutant(
         "Watchdog._write_files",
-        old="self.place.rank, self._clock.offset()",
-        new="self.place.hub, self._clock.offset()",
+        old="dump.try_write(self._limits.directory, self.place.rank, self._about, offset, _WRITE_SECONDS)",
+        new="dump.try_write(self._limits.directory, self.place.hub, self._about, offset, _WRITE_SECONDS)",
         fault="A rank writes its operations and stacks into the dump files of its hub.",
         tests="tests/launch/test_leaving.py -k test_all_ranks_write_files",
     ),

@@ -12,7 +12,8 @@ import pytest
 
 from mpicomm.watchdog import coordinator as coordinators
 from mpicomm.watchdog import hang_report, protocol
-from mpicomm.watchdog.channel import RankInfo
+from mpicomm.watchdog.agent import Limits, Watchdog
+from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.coordinator import (
     Abort,
     AnswerObservers,
@@ -235,6 +236,22 @@ def test_the_actions_after_a_death_are_returned_in_their_order() -> None:
     assert coordinator.handle(Tick(), 0.0) == []
     assert coordinator.handle(CauseReported(is_first=True), 0.0) == [SendToRanks(JobEnding(files=True))]
     assert coordinator.handle(Tick(), LAUNCHER) == [Abort(1)]
+
+
+def test_a_cause_is_printed_although_claiming_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def claim() -> bool:
+        raise OSError("the store has ended")
+
+    printed: list[str] = []
+    monkeypatch.setattr(Watchdog, "print_report", lambda _, text: printed.append(text))
+    place = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
+    watch = Watchdog(place, Channel(0, bytes(32)), Limits(HANG_SECONDS, None), os._exit, claim)
+    watch._send_to_rank_0(protocol.RankDied(2, "closed", None))
+    watch._run_once()
+    error, report = printed
+    assert "OSError: the store has ended" in error
+    assert report == died(2)
+    watch._channel.close()
 
 
 def test_the_job_ends_with_mpicomm_run_unless_all_ranks_have_exited(court: Court) -> None:
