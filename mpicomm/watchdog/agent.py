@@ -290,16 +290,16 @@ class Watchdog:
         # 3. steps that are due
         self._attempt(self._connected.close_collections, now)
         if self._coordinator is not None:
-            self._coordinate(self._coordinator)
+            self._events.append(coordinator.Tick())
+            while self._events:  # more may follow from the actions
+                self._coordinate(self._events.popleft())
         self._attempt(self._check_end)
 
-    def _coordinate(self, decider: Coordinator) -> None:
-        """Pass the events to the coordinator, and carry out its actions, from which further events may follow."""
-        self._events.append(coordinator.Tick())
-        while self._events:
-            event = self._events.popleft()
-            for action in self._attempt(decider.handle, event, time.monotonic()) or []:
-                self._attempt(self._perform, action)
+    def _coordinate(self, event: coordinator.Event) -> None:
+        """Pass an event to the coordinator, and carry out the actions that it returns."""
+        assert self._coordinator is not None
+        for action in self._attempt(self._coordinator.handle, event, time.monotonic()) or []:
+            self._attempt(self._perform, action)
 
     def _perform(self, action: coordinator.Action) -> None:
         match action:
@@ -317,7 +317,8 @@ class Watchdog:
                 )  # also after an error: two reports are better than none
                 if is_first:
                     self.print_report(action.text)
-                self._events.append(coordinator.CauseReported(is_first))
+                # Before the next action: a rank that calls os._exit ends when that acknowledges it.
+                self._coordinate(coordinator.CauseReported(is_first))
             case coordinator.Abort():
                 self._abort(action.status)
 

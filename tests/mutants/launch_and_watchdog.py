@@ -233,6 +233,13 @@ MUTANTS = [
         tests="tests/unit/test_coordinator.py -k claiming_it_fails",
     ),
     Mutant(
+        "Watchdog._perform",
+        old="self._coordinate(coordinator.CauseReported(is_first))",
+        new="self._events.append(coordinator.CauseReported(is_first))",
+        fault="A rank that calls os._exit ends before it has written its dump files.",
+        tests="tests/unit/test_coordinator.py -k writes_its_files",
+    ),
+    Mutant(
         "Connection._handle_event",
         old="self.close()",
         fault="A connection that is lost stays open.",

@@ -254,6 +254,18 @@ def test_a_cause_is_printed_although_claiming_it_fails(monkeypatch: pytest.Monke
     watch._channel.close()
 
 
+def test_a_rank_that_calls_os_exit_writes_its_files_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Message] = []
+    monkeypatch.setattr(Watchdog, "_send_to_ranks", lambda _, message: sent.append(message))
+    monkeypatch.setattr(Watchdog, "print_report", lambda _, text: None)
+    place = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
+    watch = Watchdog(place, Channel(0, bytes(32)), Limits(HANG_SECONDS, None), os._exit, lambda: True)
+    watch._send_to_rank_0(protocol.ExitingAtOnce(2, 3))
+    watch._run_once()
+    assert sent == [JobEnding(files=True), Acknowledgement(2)]
+    watch._channel.close()
+
+
 def test_the_job_ends_with_mpicomm_run_unless_all_ranks_have_exited(court: Court) -> None:
     for rank in range(SIZE - 1):
         court.leave(rank)
