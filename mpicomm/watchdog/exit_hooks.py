@@ -101,20 +101,20 @@ class Hook:
             self.abort(1)
 
     def _print_error(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        where = f"rank {self.rank} of {self.size} on {self.hostname}"
+        name = f"rank {self.rank} of {self.size} on {self.hostname}"
         if threading.current_thread() is not threading.main_thread():
-            where += f", thread {threading.current_thread().name},"
+            name += f", thread {threading.current_thread().name},"
         if self.size > 1 and not self.is_first():
             time.sleep(_LATER_FAILURE_WAIT)
-            print_stderr(f"[mpicomm] {where} also failed: {traceback.format_exception_only(kind, error)[-1]}")
+            print_stderr(f"[mpicomm] {name} also failed: {traceback.format_exception_only(kind, error)[-1]}")
         elif self.previous is not sys.__excepthook__:
-            print_stderr(f"[mpicomm] {where} failed:\n")
+            print_stderr(f"[mpicomm] {name} failed:\n")
             self.previous(kind, error, trace)
         elif self.size == 1:
             self.previous(kind, error, trace)
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
-            print_stderr(f"[mpicomm] {where} failed; aborting the job:\n{text}")
+            print_stderr(f"[mpicomm] {name} failed; aborting the job:\n{text}")
 
 
 def _continues() -> bool:
