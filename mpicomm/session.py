@@ -25,7 +25,7 @@ from mpicomm.startup import devices, interfaces, plan, rendezvous
 from mpicomm.startup.plan import JoinedJob
 from mpicomm.startup.start_request import StartRequest
 from mpicomm.startup.topology import Topology
-from mpicomm.watchdog import agent, channel_setup, exit_hooks, first_report, rank_failures
+from mpicomm.watchdog import agent, channel_setup, exit_hooks, rank_failures
 from mpicomm.watchdog.agent import Watchdog
 from mpicomm.watchdog.channel import Channel
 from mpicomm.watchdog.rank_failures import RankFailures
@@ -209,7 +209,7 @@ def create(
         previous_rank=previous_rank,
         recoveries=recoveries,
     )
-    claim = first_report.claim_in(job.store, world.rank)
+    claim = exit_hooks.claim_in(job.store, world.rank)
     session = Session(request, launch, settings, job, world, name, shutdown, claim)
     if job.processes is not None:
         if settings.dump_dir != "none":

@@ -18,9 +18,8 @@ from collections.abc import Iterable, Mapping
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.startup import interfaces
 from mpicomm.watchdog import hang_report, job_files, observers
-from mpicomm.watchdog.authentication import Authenticator
 from mpicomm.watchdog.channel import PARENT
-from mpicomm.watchdog.connection import Connection
+from mpicomm.watchdog.connection import Connection, Server
 from mpicomm.watchdog.observers import Observers
 from mpicomm.watchdog.parent_link import Parent
 from mpicomm.watchdog.protocol import (
@@ -36,7 +35,6 @@ from mpicomm.watchdog.protocol import (
     StopAnswered,
     StopAsked,
 )
-from mpicomm.watchdog.rank_0_monitor import cause_of_loss, is_unreachable
 
 _TOKEN_BYTES = 16
 
@@ -96,7 +94,7 @@ class Job:
             case JobFailed():
                 self.cause = self.cause or message.cause
             case Crash() if not self._recovers:
-                self.cause = self.cause or f"{self._name([0])} died: {cause_of_loss('', message)}"
+                self.cause = self.cause or f"{self._name([0])} died: {hang_report.cause_of_loss('', message)}"
             case StopAnswered():
                 self.answers[message.signal] = message.is_handled
             case StatusReport():
@@ -121,9 +119,9 @@ class Job:
         """Record that the connection to rank 0 has ended, and why."""
         self.is_connected = False
         self.close_observers()
-        if is_unreachable(lost) and not self.is_finished:
+        if hang_report.is_unreachable(lost) and not self.is_finished:
             self._is_host_lost = True
-            self.cause = self.cause or f"{self._name([0])} died: {cause_of_loss(lost)}"
+            self.cause = self.cause or f"{self._name([0])} died: {hang_report.cause_of_loss(lost)}"
 
     def describe_end(self) -> str:
         """Return which ranks have not reached their orderly end: `ranks 2, 3 of 4 on node4 did not reach ...`."""
@@ -142,7 +140,7 @@ class JobListener:
         """Listen.
 
         Args:
-            selector: The connections are registered there; the caller passes its events to `handle`.
+            selector: Its caller calls the data of each key with the mask of its event.
             is_local: Whether all ranks are on this host.
             host_timeout: Seconds after which the connection to a host that does not answer is lost.
 
@@ -152,64 +150,43 @@ class JobListener:
         self.jobs: list[Job] = []
         self._started = time.time()
         self._selector = selector
-        self._listener = _listen(is_local=is_local)
-        self._listener.setblocking(False)
         self._waiting: set[Connection] = set()  # authenticated, but no job has started
         self._of: dict[Connection, Job] = {}
         addresses = ("127.0.0.1",) if is_local else _addresses()
-        self.parent = Parent(addresses, self._listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
-        self._authenticator = Authenticator(
-            selector, self.parent.token, PARENT, is_expected=lambda rank: rank == 0, host_timeout=host_timeout
-        )
-        selector.register(self._listener, selectors.EVENT_READ)
+        listener = _listen(is_local=is_local)
+        self.parent = Parent(addresses, listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+        self._server = Server(selector, listener, self.parent.token, PARENT, (0,), self._admit, host_timeout)
 
     @property
     def is_connected(self) -> bool:
         """Whether rank 0 of a job is connected."""
         return bool(self._of)
 
-    def handle(self, key: selectors.SelectorKey, mask: int = selectors.EVENT_READ) -> None:
-        """Handle an event of the selector; does nothing for a descriptor of the caller."""
-        for connection, job in self._of.items():
-            if job.observers is not None and key.fileobj in job.observers:
-                self._serve_observers(connection, job.observers, key.fileobj, mask)
-                return
-        if key.fileobj is self._listener:
-            self._authenticator.accept(self._listener)
-        elif isinstance(key.fileobj, Connection) and key.fileobj.fileno() >= 0:  # not closed by an event before
-            self._receive(key.fileobj)
-
     def ask_to_stop(self, number: int) -> None:
         """Ask all connected jobs to stop, as if the program had received the signal; forget earlier answers."""
         for connection, job in self._of.items():
             job.answers.pop(number, None)
-            with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
-                connection.send(StopAsked(number))
+            connection.send(StopAsked(number))
 
     def close_expired(self) -> None:
         """Close the connections whose time for the authentication has passed; call it regularly."""
-        self._authenticator.close_expired()
+        self._server.close_expired()
         for job in self._of.values():
             if job.observers is not None:
                 job.observers.close_expired()
 
     def close(self) -> None:
         """Stop listening, and close all connections: jobs that have not finished abort."""
-        self._authenticator.close()
+        self._server.close()
         for connection in [*self._waiting, *self._of]:
             self._drop(connection)
-        self._selector.unregister(self._listener)
-        self._listener.close()
 
-    def _receive(self, connection: Connection) -> None:
-        lost = ""
-        if connection in self._authenticator:
-            proof, messages = self._authenticator.receive(connection)
-            if proof is None:
-                return
-            self._waiting.add(connection)
-        else:
-            messages, lost = connection.receive()
+    def _admit(self, connection: Connection, messages: list[Message]) -> None:
+        self._waiting.add(connection)
+        connection.watch(self._selector, self._receive)
+        self._receive(connection, messages, "")
+
+    def _receive(self, connection: Connection, messages: list[Message], lost: str) -> None:
         for message in messages:
             if isinstance(message, JobStarted) and connection in self._waiting:
                 self._waiting.remove(connection)
@@ -226,22 +203,17 @@ class JobListener:
                 job.close_observers()
         job = Job(message.hosts, message.name, recovers=message.recovers)
         job.observers = observers.open_for(
-            self._selector, job_files.new(message.name, job.size, job_files.this_program(), self._started)
+            self._selector,
+            job_files.new(message.name, job.size, job_files.this_program(), self._started),
+            lambda: connection.send(StatusRequest()),
         )
         self._of[connection] = job
         self.jobs.append(job)
-
-    def _serve_observers(self, connection: Connection, served: Observers, file: object, mask: int) -> None:
-        had_asked = served.asks
-        if served.handle(file, mask) and not had_asked:  # otherwise the answer that is under way is for all
-            with contextlib.suppress(OSError):  # reading a lost connection fails, too: it is dropped there
-                connection.send(StatusRequest())
 
     def _drop(self, connection: Connection, lost: str = "") -> None:
         self._waiting.discard(connection)
         if (job := self._of.pop(connection, None)) is not None:
             job.lose_rank_0(lost)
-        self._selector.unregister(connection)
         connection.close()
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import selectors
 import time
 
 from mpicomm.arguments import Deadline
-from mpicomm.watchdog import authentication, hang_report
+from mpicomm.watchdog import connection, hang_report
 from mpicomm.watchdog.job_files import JobFile, ListedJob
 from mpicomm.watchdog.observers import OBSERVER
 from mpicomm.watchdog.protocol import (
@@ -55,7 +54,7 @@ class JobObserver:
         try:
             sock = listed.connect(_CONNECT_SECONDS)
             token = bytes.fromhex(self.job.token)
-            self._connection, _, self._unread = authentication.connect_over(sock, token, OBSERVER, _CONNECT_SECONDS)
+            self._connection = connection.connect_over(sock, token, OBSERVER, _CONNECT_SECONDS)
         except (TimeoutError, BlockingIOError) as error:
             raise self._silence(_CONNECT_SECONDS) from error
         except (ConnectionError, FileNotFoundError) as error:
@@ -81,8 +80,7 @@ class JobObserver:
         if self._asked is None:
             self._asked = time.monotonic()
             self._statuses.clear()
-            with contextlib.suppress(OSError):  # the reason may have arrived: reading it raises the error
-                self._connection.send(StatusRequest())
+            self._connection.send(StatusRequest())
         limit = _ANSWER_SECONDS + _SECONDS_PER_RANK * self.job.size
         deadline = Deadline(limit)
         with selectors.DefaultSelector() as selector:
@@ -90,7 +88,7 @@ class JobObserver:
             if interrupt is not None:
                 selector.register(interrupt, selectors.EVENT_READ)
             while deadline.count_down() > 0:
-                for key, _ in selector.select(0.0 if self._unread else _POLL_SECONDS):
+                for key, _ in selector.select(_POLL_SECONDS):
                     if key.fileobj == interrupt:
                         return None
                 if (status := self._receive()) is not None:
@@ -102,8 +100,7 @@ class JobObserver:
         self._connection.close()
 
     def _receive(self) -> JobStatus | None:
-        arrived, lost = self._connection.receive()
-        messages, self._unread = [*self._unread, *arrived], []
+        messages, lost = self._connection.receive()
         for message in messages:
             if (status := self._handle(message)) is not None:
                 return status

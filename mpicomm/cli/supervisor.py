@@ -49,6 +49,7 @@ _LAUNCHER_SECONDS = 15.0  # from the failure of a job to the end of its launcher
 _KILL_SECONDS = 5.0  # from SIGTERM for the launcher to SIGKILL
 _LAST_SECONDS = 2.0  # for messages in flight once the launcher has ended; those of a lost host never arrive
 _POLL_SECONDS = 0.5
+_WAKE_UP_BYTES = 4096  # of one read; each byte is a signal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,12 @@ class Supervisor:
         woken, waker = socket.socketpair()
         for end in (woken, waker):
             end.setblocking(False)
-        self._selector.register(woken, selectors.EVENT_READ, data=woken)
+
+        def drain(_mask: int) -> None:
+            with contextlib.suppress(BlockingIOError):
+                woken.recv(_WAKE_UP_BYTES)
+
+        self._selector.register(woken, selectors.EVENT_READ, drain)
         before_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         # A signal that is ignored stays ignored, for example SIGHUP under nohup.
         caught = [number for number in _CAUGHT if signal.getsignal(number) is not signal.SIG_IGN]
@@ -164,11 +170,7 @@ class Supervisor:
         """Handle the events that arrive within some seconds, and return whether there were any."""
         events = self._selector.select(seconds)
         for key, mask in events:
-            if key.data is not None:
-                with contextlib.suppress(BlockingIOError):
-                    key.data.recv(4096)
-            else:
-                self._listener.handle(key, mask)
+            key.data(mask)
         self._handle_signals()
         return bool(events)
 

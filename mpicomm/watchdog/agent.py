@@ -7,6 +7,7 @@ not respond, the next rank reports in its place.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import faulthandler
@@ -16,28 +17,30 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpicomm.watchdog import dump, exit_hooks, flight_recorder, hang_report, job_files, protocol, rank_failures, signals
+from mpicomm.watchdog import (
+    coordinator,
+    dump,
+    exit_hooks,
+    flight_recorder,
+    hang_report,
+    job_files,
+    protocol,
+    rank_failures,
+    signals,
+)
 from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
 from mpicomm.watchdog.clock import ClockMonitor, ClockOffset
-from mpicomm.watchdog.connected_ranks import ConnectedRanks
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.coordinator import Coordinator
 from mpicomm.watchdog.nvml import GPUReader
 from mpicomm.watchdog.observers import OBSERVER
-from mpicomm.watchdog.operation_monitor import OperationMonitor
 from mpicomm.watchdog.protocol import Message
-from mpicomm.watchdog.rank_0_monitor import (
-    MAX_REPORTERS,
-    RESPONSE_SECONDS,
-    Rank0Monitor,
-    cause_of_loss,
-    is_unreachable,
-)
-from mpicomm.watchdog.rank_exit import RankExit
+from mpicomm.watchdog.rank_0_monitor import RESPONSE_SECONDS, Rank0Monitor
+from mpicomm.watchdog.rank_reports import ConnectedRanks, OperationMonitor, RankExit
 
 T = TypeVar("T")
 
@@ -97,7 +100,7 @@ class Watchdog:
             prepare: Called once, at the start of the watchdog's thread.
         """
         self.place = place
-        self.claim = claim
+        self._claim = claim
         self._channel = channel
         self._limits = limits
         self._end_job = end
@@ -110,13 +113,9 @@ class Watchdog:
         self._coordinator = None
         if place.rank == 0:
             self._coordinator = Coordinator(
-                place.hosts,
-                place.hubs,
-                limits.hang_seconds,
-                self,
-                spares=limits.spares,
-                recovers=limits.recovers,
+                place.hosts, place.hubs, limits.hang_seconds, spares=limits.spares, recovers=limits.recovers
             )
+        self._events: collections.deque[coordinator.Event] = collections.deque()  # for the coordinator
         self._operations = OperationMonitor(
             place.rank, limits.hang_seconds, limits.directory, self._report, GPUReader(limits.gpu)
         )
@@ -128,6 +127,7 @@ class Watchdog:
         self._is_acknowledged = threading.Event()
         self._next_tick = 0.0
         self._has_failed = False
+        self._about = {"size": place.size, "host": place.hosts[place.rank]}  # for the dump files
         self._term_at = math.inf  # when SIGTERM ends this process
         self._exit_at = math.inf  # once the job is ending: when this process exits if the launcher has not ended it
 
@@ -152,11 +152,10 @@ class Watchdog:
         """Take over rank 0's connection to `mpicomm run`, and report the start of the job."""
 
         def attach() -> None:
-            assert self._coordinator is not None
             self._channel.attach_parent(connection)
             hosts = hang_report.ranks_by_host(self.place.hosts[: self.place.size - self._limits.spares])
-            self.report_to_parent(protocol.JobStarted(hosts, self._limits.job, self._limits.recovers))
-            self._coordinator.repeat_reports_to_parent()  # ranks may have exited during the connection's set-up
+            self._channel.send_to_parent(protocol.JobStarted(hosts, self._limits.job, self._limits.recovers))
+            self._events.append(coordinator.ParentAttached())  # ranks may have exited during the connection's set-up
 
         self._post(attach)
 
@@ -291,8 +290,37 @@ class Watchdog:
         # 3. steps that are due
         self._attempt(self._connected.close_collections, now)
         if self._coordinator is not None:
-            self._attempt(self._coordinator.tick, now)
+            self._events.append(coordinator.Tick())
+            while self._events:  # more may follow from the actions
+                self._coordinate(self._events.popleft())
         self._attempt(self._check_end)
+
+    def _coordinate(self, event: coordinator.Event) -> None:
+        """Pass an event to the coordinator, and carry out the actions that it returns."""
+        assert self._coordinator is not None
+        for action in self._attempt(self._coordinator.handle, event, time.monotonic()) or []:
+            self._attempt(self._perform, action)
+
+    def _perform(self, action: coordinator.Action) -> None:
+        match action:
+            case coordinator.SendToRanks():
+                self._send_to_ranks(action.message)
+            case coordinator.SendToParent():
+                self._channel.send_to_parent(action.message)
+            case coordinator.AnswerObservers():
+                self._channel.answer_observers(action.messages)
+            case coordinator.Print():
+                self.print_report(action.text)
+            case coordinator.ReportCause():
+                is_first = (
+                    self._attempt(self._claim) is not False
+                )  # also after an error: two reports are better than none
+                if is_first:
+                    self.print_report(action.text)
+                # Before the next action: a rank that calls os._exit ends when that acknowledges it.
+                self._coordinate(coordinator.CauseReported(is_first))
+            case coordinator.Abort():
+                self._abort(action.status)
 
     def _attempt(self, step: Callable[..., T], *arguments: Any) -> T | None:
         """Run one step. An error in it must neither end the job nor keep the following steps from running."""
@@ -359,14 +387,15 @@ class Watchdog:
         if event.rank == PARENT:
             self._receive_from_parent(event)
         elif event.rank == OBSERVER:
-            self._observe()
+            self._events.append(protocol.StatusRequest())
         elif event.message is None:
             self._receive_loss(event)
         elif isinstance(event.message, protocol.ClockAnswer):
             self._clock.record(event.message)
             self._probe_clock()
         elif event.rank is None:
-            self.send(event.message)
+            self._rank_0.record_response()
+            self._send_to_ranks(event.message)
         else:
             self._receive_from_child(event.message)
 
@@ -376,38 +405,25 @@ class Watchdog:
         elif self._term_at < math.inf:
             return  # a launcher that sends SIGTERM sends it to the other ranks, too
         elif event.rank is not None:
-            cause = cause_of_loss(event.lost, event.crash)
-            is_host_lost, has_crashed = is_unreachable(event.lost), event.crash is not None
-            self._send_to_rank_0(protocol.RankDied(event.rank, cause, is_host_lost, has_crashed))
-        elif self._limits.recovers and not is_unreachable(event.lost):
+            self._send_to_rank_0(protocol.RankDied(event.rank, event.lost, event.crash))
+        elif self._limits.recovers and not hang_report.is_unreachable(event.lost):
+            self._rank_0.record_response()  # the next world has another rank 0
             if not self._exit.all_exited.is_set():
-                self.send(protocol.RanksFailed({str(self.place.hub): cause_of_loss(event.lost, event.crash)}))
+                cause = hang_report.cause_of_loss(event.lost, event.crash)
+                self._send_to_ranks(protocol.RanksFailed({str(self.place.hub): cause}))
         elif not self._exit.all_exited.is_set():
             self._rank_0.record_loss(event.lost, event.crash)
 
     def _receive_from_parent(self, event: ChannelEvent) -> None:
-        assert self._coordinator is not None
         if event.message is None:
-            self._coordinator.receive_parent_loss(event.lost, time.monotonic())
+            self._events.append(coordinator.ParentLost(event.lost))
         elif isinstance(event.message, protocol.StopAsked):
             number = signals.handled(event.message.signal)
-            self.report_to_parent(protocol.StopAnswered(event.message.signal, number is not None))
+            self._channel.send_to_parent(protocol.StopAnswered(event.message.signal, number is not None))
             if number is not None:
-                self.send(protocol.RaiseSignal(number))
+                self._send_to_ranks(protocol.RaiseSignal(number))
         elif isinstance(event.message, protocol.StatusRequest):
-            self._observe()
-
-    def _observe(self) -> None:
-        assert self._coordinator is not None
-        self._coordinator.observe(time.monotonic())
-
-    def answer_observers(self, messages: Sequence[Message]) -> None:
-        """Send an answer of rank 0 to the observers that have asked for the status."""
-        self._channel.answer_observers(messages)
-
-    def report_to_parent(self, message: Message) -> None:
-        """Send a message of rank 0 to `mpicomm run`, if it started the job."""
-        self._channel.send_to_parent(message)
+            self._events.append(event.message)
 
     def _receive_from_child(self, message: Message) -> None:
         if isinstance(message, protocol.Heartbeat):
@@ -421,19 +437,18 @@ class Watchdog:
 
     def _send_to_rank_0(self, message: Message) -> None:
         if self._coordinator is not None:
-            self._coordinator.receive(message, time.monotonic())
+            self._events.append(message)
         else:
             self._channel.send_up(message)
 
     def _report(self, message: Message) -> None:
         """Send a message of this rank to rank 0."""
-        if isinstance(message, protocol.LateOperation):
+        if isinstance(message, protocol.LateOperation) and self._coordinator is None:
             self._rank_0.expect_response(message)
         self._send_to_rank_0(message)
 
-    def send(self, message: Message) -> None:
+    def _send_to_ranks(self, message: Message) -> None:
         """Send a message of rank 0 to the rank that it names, or to every rank; each hub forwards it."""
-        self._rank_0.record_response()
         if not isinstance(message, protocol.ToOneRank):
             self._channel.send_down(message)
             self._receive_from_rank_0(message)
@@ -507,12 +522,12 @@ class Watchdog:
             self._channel.send_down(protocol.JobEnding(files=True))
         self._write_files()
         self._kill_unresponsive_processes()
-        if self.place.rank <= MAX_REPORTERS:
+        if self.place.rank <= exit_hooks.MAX_REPORTERS:
             self.print_report(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row()}{remedy}")
         time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
-        self.abort(1)
+        self._abort(1)
 
-    def abort(self, status: int) -> None:
+    def _abort(self, status: int) -> None:
         """Abort the job; if that fails, end this process, so that the launcher ends the job."""
         self._attempt(self._channel.close_observers)
         with Path(os.devnull).open("w") as nowhere, contextlib.suppress(Exception):
@@ -535,9 +550,8 @@ class Watchdog:
 
     def _write_files(self) -> None:
         if self._limits.directory is not None:
-            about = {"size": self.place.size, "host": self.place.hosts[self.place.rank]}
             offset = self._clock.offset()
-            problem = dump.try_write(self._limits.directory, self.place.rank, about, offset, _WRITE_SECONDS)
+            problem = dump.try_write(self._limits.directory, self.place.rank, self._about, offset, _WRITE_SECONDS)
             if problem:  # the report is printed all the same
                 self._report(protocol.DumpFailed(self.place.rank, problem))
 

@@ -18,7 +18,7 @@ from mpicomm.watchdog.channel import Channel, RankInfo
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-CONNECT_SECONDS = 30.0
+CONNECT_SECONDS = 30.0  # for a hub to accept a rank, on a busy machine
 
 Address = tuple[str, int]
 """An address and a port."""
@@ -124,11 +124,9 @@ def _connect_to_parent(watch: Watchdog, parent: str, host_timeout: int) -> bool:
 def _listen(channel: Channel, place: RankInfo, address: str) -> Address | None:
     """Listen if this rank is a hub; return where, or None if it is not or cannot."""
     children = {rank for rank, hub in enumerate(place.hubs) if hub == place.rank and rank != place.rank}
-    listening = None
     with contextlib.suppress(OSError):
-        listening = (address, channel.listen(address)) if children else None
-        channel.expect(children)
-    return listening
+        return (address, channel.listen(address, children)) if children else None
+    return None
 
 
 def _connect(channel: Channel, place: RankInfo, hub_addresses: Sequence[Address | None]) -> None:

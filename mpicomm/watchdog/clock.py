@@ -14,8 +14,8 @@ from pathlib import Path
 
 from mpicomm.watchdog.protocol import ClockAnswer, ClockProbe
 
-_SAMPLES = 16
-_FIRST_SAMPLES = 8  # measured without a pause in between
+_SAMPLES = 16  # the measurements that are kept: the best counts
+_FIRST_SAMPLES = 8  # measurements without a pause in between
 _PERIOD = 15.0  # seconds between later measurements
 _DRIFT = 5e-5  # the most seconds by which two clocks diverge in one second
 
@@ -61,10 +61,10 @@ class ClockMonitor:
             return ClockOffset(0.0, 0.0)
         now = time.monotonic()
         samples = [
-            ClockOffset(each.seconds, each.error + (_DRIFT * (now - measured) if each.error else 0.0))
-            for measured, each in list(self._samples)
+            ClockOffset(sample.seconds, sample.error + (_DRIFT * (now - measured) if sample.error else 0.0))
+            for measured, sample in list(self._samples)
         ]
-        return min(samples, key=lambda each: each.error, default=None)
+        return min(samples, key=lambda sample: sample.error, default=None)
 
     def probe(self) -> ClockProbe | None:
         """Return a question for the hub if one is due."""

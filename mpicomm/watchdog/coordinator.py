@@ -1,7 +1,7 @@
-"""The watchdog's coordinator on rank 0: receives the reports of all ranks and decides when to abort the job.
+"""The watchdog's coordinator on rank 0: decides from the reports of all ranks when to abort the job.
 
-It has no thread and no socket, and reads no clock: the caller passes messages and times, and `Actions` carries out its
-decisions.
+It has no thread and no socket, reads no clock, and calls nobody: the watchdog passes events with their times, and
+carries out the actions that `Coordinator.handle` returns.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 from mpicomm.watchdog import hang_report, protocol
 from mpicomm.watchdog.protocol import (
@@ -21,7 +21,6 @@ from mpicomm.watchdog.protocol import (
     Status,
     StatusReport,
 )
-from mpicomm.watchdog.rank_0_monitor import HOST_REMEDY, remedy_of_death
 
 _GATHER_SECONDS = 0.5  # waits of other ranks for the same ranks are collected for so long
 _TRANSIT_SECONDS = 5.0  # a message may arrive this long after its sender has exited,
@@ -36,26 +35,80 @@ _EXIT_REMEDY = "os._exit skips what ends a job: return from the program, or call
 _SIGTERM_REMEDY = "Check who sent it: the scheduler (preemption, a limit of that host) or a kill of that process alone."
 
 
-class Actions(Protocol):
-    """The actions that the coordinator can request."""
+# -- events, besides the messages of ranks -----------------------------------------------------------------------------
 
-    def send(self, message: Message) -> None:
-        """Send a message to the rank that it names, or to every rank, this one included."""
 
-    def report_to_parent(self, message: Message) -> None:
-        """Send a message to `mpicomm run`, if it started the job."""
+class Tick:
+    """Time has passed: the steps that are due are carried out."""
 
-    def print_report(self, text: str) -> None:
-        """Print a report, on rank 0 only."""
 
-    def answer_observers(self, messages: Sequence[Message]) -> None:
-        """Send an answer to the observers that have asked for the status."""
+class ParentAttached:
+    """Rank 0 has been connected to `mpicomm run`."""
 
-    def claim(self) -> bool:
-        """Claim the right to report the cause of the job's end; False if another rank has it."""
 
-    def abort(self, status: int) -> None:
-        """Abort the job with an exit status."""
+@dataclasses.dataclass(frozen=True)
+class ParentLost:
+    """The connection to `mpicomm run` has ended."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CauseReported:
+    """The answer to `ReportCause`."""
+
+    is_first: bool
+    """Whether no other rank has reported a cause."""
+
+
+Event: TypeAlias = Message | Tick | ParentAttached | ParentLost | CauseReported
+
+# -- actions -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SendToRanks:
+    """Send a message to the rank that it names, or to every rank, rank 0 included."""
+
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class SendToParent:
+    """Send a message to `mpicomm run`, if it started the job."""
+
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerObservers:
+    """Send the messages to the observers that have asked for the status."""
+
+    messages: Sequence[Message]
+
+
+@dataclasses.dataclass(frozen=True)
+class Print:
+    """Print a report."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportCause:
+    """Print why the job ends, unless another rank has; the answer is the event `CauseReported`."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Abort:
+    """Abort the job with an exit status."""
+
+    status: int
+
+
+Action: TypeAlias = SendToRanks | SendToParent | AnswerObservers | Print | ReportCause | Abort
 
 
 @dataclasses.dataclass
@@ -78,7 +131,6 @@ class Coordinator:
         hosts: Sequence[str],
         hubs: Sequence[int],
         hang_seconds: float,
-        actions: Actions,
         *,
         spares: int = 0,
         recovers: bool = False,
@@ -98,7 +150,7 @@ class Coordinator:
         self._hosts = hosts
         self._hubs = hubs
         self._hang_seconds = hang_seconds
-        self._actions = actions
+        self._actions: list[Action] = []  # of the present call of `handle`
         self._exits: dict[int, protocol.RankExited] = {}
         self._exit_times: dict[int, float] = {}
         self._terminated: set[int] = set()
@@ -123,49 +175,72 @@ class Coordinator:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is due soon, so that `tick` must be called often."""
+        """Whether a step is due soon, so that a `Tick` is needed often."""
         is_collecting = self._collection is not None or self._observation is not None
         return is_collecting or min(self._check_exits_at, self._observe_at, self._abort_at) < math.inf
 
-    def receive(self, message: Message, now: float) -> None:
-        """Process a message of a rank."""
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Process an event, and return the actions to carry out, in their order."""
+        match event:
+            case Tick():
+                self._tick(now)
+            case CauseReported():
+                if not event.is_first:  # the rank that has reported the cause aborts the job
+                    self._abort_at = now + _REPORTER_SECONDS
+                self._send(protocol.JobEnding(files=event.is_first))
+            case ParentAttached():
+                self._repeat_reports_to_parent()
+            case ParentLost():
+                if len(self._exits) < self.size:  # the launcher is about to end, or has ended
+                    cause = f"rank 0 has lost the connection to mpicomm run ({event.reason})"
+                    self._abort(cause, _LAUNCHER_SECONDS, now)
+            case protocol.StatusRequest():
+                if self._observation is None:  # soon, if the status has just been collected
+                    self._observe_at = max(now, self._next_observation)
+            case _:
+                self._receive(event, now)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _receive(self, message: Message, now: float) -> None:
         match message:
             case protocol.StatusReport():
-                for each in (self._collection, self._observation):
-                    if each is not None and message.number == each.number and message.rank < self.size:
-                        each.statuses[message.rank] = message.status
+                for collection in (self._collection, self._observation):
+                    if collection is not None and message.number == collection.number and message.rank < self.size:
+                        collection.statuses[message.rank] = message.status
             case protocol.WaitStarted():
                 self._waits[message.rank, message.operation.number] = message
                 self._expect_check_of_exits(now)
             case protocol.WaitEnded():
                 self._end_wait(message)
             case protocol.PossibleHang() | protocol.TimedOut() | protocol.MissingQuery():
-                self._actions.send(protocol.Acknowledgement(message.rank))
+                self._send(protocol.Acknowledgement(message.rank))
                 self._collect(message, now)
             case protocol.RankExited():
                 self._receive_exit(message, now)
             case protocol.ExitingAtOnce():
                 self._end_rank(message.rank, f"called os._exit({message.status})", _EXIT_REMEDY, now)
-                self._actions.send(protocol.Acknowledgement(message.rank))
+                self._send(protocol.Acknowledgement(message.rank))
             case protocol.RankTerminated():
                 self._terminated.add(message.rank)
             case protocol.RankDied():
                 self._receive_death(message, now)
             case protocol.RankFailed():
                 self._report_failure(f"{self._name([message.rank])} failed")
-                self._schedule_abort(now + _REPORTER_SECONDS, files=False)
+                if not self.is_ending:
+                    self._abort_at = now + _REPORTER_SECONDS
+                    self._send(protocol.JobEnding(files=False))
             case protocol.DumpFailed():
                 self._warn_of_files(message)
             case protocol.GroupBroken():
-                self._actions.send(message)
+                self._send(message)
 
-    def tick(self, now: float) -> None:
-        """Carry out the steps that are due at the time `now`."""
+    def _tick(self, now: float) -> None:
         self._serve_observers(now)
         if self.is_ending:
             if now >= self._abort_at:
                 self._abort_at = now + _REPORTER_SECONDS
-                self._actions.abort(self._status)
+                self._actions.append(Abort(self._status))
             return
         collection = self._collection
         if collection is not None and (now >= collection.deadline or len(collection.statuses) == self.size):
@@ -175,53 +250,43 @@ class Coordinator:
             self._check_exits_at = math.inf
             self._check_exits(now)
 
-    def repeat_reports_to_parent(self) -> None:
+    def _repeat_reports_to_parent(self) -> None:
         """Report to `mpicomm run` what has happened before rank 0 was connected to it."""
         for rank in self._exits:
-            self._actions.report_to_parent(protocol.RankFinished(rank))
+            self._actions.append(SendToParent(protocol.RankFinished(rank)))
         for rank in self._failed:
-            self._actions.report_to_parent(protocol.RankFinished(rank, has_failed=True))
+            self._actions.append(SendToParent(protocol.RankFinished(rank, has_failed=True)))
         if self._cause:
-            self._actions.report_to_parent(protocol.JobFailed(self._cause))
-
-    def receive_parent_loss(self, reason: str, now: float) -> None:
-        """Abort the job, since its launcher is about to end or has ended, unless all ranks have exited."""
-        if len(self._exits) < self.size:
-            self._abort(f"rank 0 has lost the connection to mpicomm run ({reason})", _LAUNCHER_SECONDS, now)
+            self._actions.append(SendToParent(protocol.JobFailed(self._cause)))
 
     def _warn_of_files(self, message: protocol.DumpFailed) -> None:
         """Print why files cannot be written: once, since the reason is usually the same on all ranks."""
         if not self._has_warned_of_files:
             self._has_warned_of_files = True
             name = f"rank {message.rank} on {self._hosts[message.rank]}"
-            self._actions.print_report(
-                f"[mpicomm] {name} cannot write its flight recorder and stacks: {message.reason}"
-            )
+            text = f"[mpicomm] {name} cannot write its flight recorder and stacks: {message.reason}"
+            self._actions.append(Print(text))
 
     # -- observers -----------------------------------------------------------------------------------------------
-
-    def observe(self, now: float) -> None:
-        """Collect the status of all ranks for observers: soon, if it has just been collected."""
-        if self._observation is None:
-            self._observe_at = max(now, self._next_observation)
 
     def _serve_observers(self, now: float) -> None:
         observation = self._observation
         if self.is_ending:
             if observation is not None or self._observe_at < math.inf:
                 self._observation, self._observe_at = None, math.inf
-                self._actions.answer_observers([protocol.StatusRefused(f"the job is being aborted: {self._cause}")])
+                refused = protocol.StatusRefused(f"the job is being aborted: {self._cause}")
+                self._actions.append(AnswerObservers([refused]))
         elif observation is not None:
             is_complete = len(observation.statuses.keys() | self._failed) == self.size
             if is_complete or now >= observation.deadline:
                 self._observation = None
                 self._next_observation = now + max(_OBSERVATION_SECONDS, _OBSERVATION_SECONDS_PER_RANK * self.size)
-                self._actions.answer_observers(self._observed(observation, now))
+                self._actions.append(AnswerObservers(self._observed(observation, now)))
         elif now >= self._observe_at:
             self._observe_at = math.inf
             self._collections += 1
             self._observation = _Collection(self._collections, now + COLLECT_SECONDS, {})
-            self._actions.send(protocol.CollectStatus(self._collections, files=False, usage=True))
+            self._send(protocol.CollectStatus(self._collections, files=False, usage=True))
 
     def _observed(self, observation: _Collection, now: float) -> list[Message]:
         statuses = {rank: NotResponding(0.0, "it has failed") for rank in self._failed} | observation.statuses
@@ -234,9 +299,9 @@ class Coordinator:
     def _receive_exit(self, message: protocol.RankExited, now: float) -> None:
         self._exits[message.rank] = message
         self._exit_times[message.rank] = now
-        self._actions.report_to_parent(protocol.RankFinished(message.rank))
+        self._actions.append(SendToParent(protocol.RankFinished(message.rank)))
         if len(self._exits) == self.size:
-            self._actions.send(protocol.AllExited(any(each.is_stuck for each in self._exits.values())))
+            self._send(protocol.AllExited(any(report.is_stuck for report in self._exits.values())))
         else:
             self._expect_check_of_exits(now)
 
@@ -248,8 +313,8 @@ class Coordinator:
         if self._find_absent(self._waits.values(), now):
             self._collect(None, now)
         elif self._waits:
-            later = [each for each in map(self._last_arrival, self._exits) if each > now]
-            self._check_exits_at = min(later, default=math.inf)
+            arrivals = map(self._last_arrival, self._exits)
+            self._check_exits_at = min((arrival for arrival in arrivals if arrival > now), default=math.inf)
 
     def _find_absent(self, waits: Iterable[protocol.WaitStarted], now: float) -> list[int]:
         """Return the ranks that have exited without calling an operation for which another rank waits."""
@@ -268,7 +333,7 @@ class Coordinator:
         for needs, group, sequence in collectives:
             needed = set(hang_report.parse_ranges(needs))
             exits = [self._exits[rank] for rank in self._exits.keys() & needed]
-            absent.update(each.rank for each in exits if each.sequences.get(group, -1) < sequence)
+            absent.update(report.rank for report in exits if report.sequences.get(group, -1) < sequence)
         for needs, receiver in messages:
             senders = set(hang_report.parse_ranges(needs)) - {receiver}
             if all(rank in self._exits and now >= self._last_arrival(rank) for rank in senders):
@@ -294,12 +359,12 @@ class Coordinator:
             self._collection.is_for_exits = True
         else:
             self._collection.requests[type(request), request.rank, request.operation.number] = request
-        if is_new:  # rank 0 answers inside this call, and may report that its operation has ended
+        if is_new:
             # A slow checkpoint looks like a hang: write one set of files, and no other until the job ends.
             is_for_job = not isinstance(request, protocol.MissingQuery)
             wants_files = isinstance(request, protocol.TimedOut) or (is_for_job and not self._has_files)
             self._has_files = self._has_files or wants_files
-            self._actions.send(protocol.CollectStatus(self._collections, wants_files))
+            self._send(protocol.CollectStatus(self._collections, wants_files))
 
     def _end_wait(self, message: protocol.WaitEnded) -> None:
         self._waits.pop((message.rank, message.number), None)
@@ -311,7 +376,7 @@ class Coordinator:
         # 1. complete the status table
         statuses = collection.statuses
         # A rank that answers has reported its ended waits before. The waits of any other rank may have ended, too.
-        waits = [each for each in self._waits.values() if isinstance(statuses.get(each.rank), RankStatus)]
+        waits = [wait for wait in self._waits.values() if isinstance(statuses.get(wait.rank), RankStatus)]
         absent = self._find_absent(waits, now)
         rows = {rank: self._row(rank, statuses.get(rank), now) for rank in range(self.size)}
         # 2. answer the ranks that asked which ranks are missing
@@ -325,13 +390,13 @@ class Coordinator:
             return
         if collection.is_for_exits and self._waits:  # a waiting rank may be silent
             self._check_exits_at = min(self._check_exits_at, now + _TRANSIT_SECONDS)
-        timeouts = [each for each in requests if isinstance(each, protocol.TimedOut)]
-        hangs = [each for each in requests if isinstance(each, protocol.PossibleHang)]
+        timeouts = [request for request in requests if isinstance(request, protocol.TimedOut)]
+        hangs = [request for request in requests if isinstance(request, protocol.PossibleHang)]
         if timeouts:
             self._abort_for_timeout(timeouts[0], rows, now)
         elif hangs:
             self._next_report = now + self._hang_seconds
-            self._actions.print_report(f"{_describe(hangs[0])}\n{self._table(rows)}\n{hangs[0].files}")
+            self._actions.append(Print(f"{_describe(hangs[0])}\n{self._table(rows)}\n{hangs[0].files}"))
 
     def _row(self, rank: int, status: Status | None, now: float) -> Status:
         if status is None:
@@ -352,7 +417,7 @@ class Coordinator:
             if not isinstance(status, RankStatus) or status.sequences.get(group, -1) < sequence:
                 missing[rank] = rows[rank]
         number, table = query.operation.number, self._table(missing)
-        self._actions.send(protocol.MissingAnswer(query.rank, number, hang_report.ranges(missing), table))
+        self._send(protocol.MissingAnswer(query.rank, number, hang_report.ranges(missing), table))
 
     # -- aborting the job ----------------------------------------------------------------------------------------
 
@@ -360,28 +425,32 @@ class Coordinator:
         report = self._exits.get(message.rank)
         if report is not None and (len(self._exits) == self.size or not report.waits):
             return
-        what, reason, remedy = f"died: {message.reason}", message.reason, remedy_of_death(message.has_crashed)
+        reason = hang_report.cause_of_loss(message.lost, message.crash)
+        event = f"died: {reason}"
+        remedy = hang_report.DEATH_REMEDY if message.crash is None else hang_report.CRASH_REMEDY
         if message.rank in self._terminated:
-            what, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
-        if message.is_host_lost and self._recovers:
+            event, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
+        if hang_report.is_unreachable(message.lost) and self._recovers:
             # MPI_Comm_shrink would wait for that host, and mpirun ends the job as soon as it notices the loss.
-            self._abort(f"{self._name([message.rank])} {what}", _LAUNCHER_SECONDS, now, details=HOST_REMEDY)
+            self._abort(
+                f"{self._name([message.rank])} {event}", _LAUNCHER_SECONDS, now, details=hang_report.HOST_REMEDY
+            )
         else:
-            self._end_rank(message.rank, what, remedy, now, reason)
+            self._end_rank(message.rank, event, remedy, now, reason)
 
-    def _end_rank(self, rank: int, what: str, remedy: str, now: float, reason: str = "") -> None:
+    def _end_rank(self, rank: int, event: str, remedy: str, now: float, reason: str = "") -> None:
         """Abort the job because a rank has ended, or let the other ranks continue without it.
 
         Args:
-            what: What has happened to the rank, as the predicate of a sentence.
+            event: What has happened to the rank, as the predicate of a sentence.
             reason: The same as a sentence, if it differs.
         """
         if not self._recovers or self.is_ending:
-            self._abort(f"{self._name([rank])} {what}", _LAUNCHER_SECONDS, now, details=remedy)
+            self._abort(f"{self._name([rank])} {event}", _LAUNCHER_SECONDS, now, details=remedy)
         elif rank not in self._failed:
             self._failed.add(rank)
-            self._actions.report_to_parent(protocol.RankFinished(rank, has_failed=True))
-            self._actions.send(protocol.RanksFailed({str(rank): reason or f"it {what}"}))
+            self._actions.append(SendToParent(protocol.RankFinished(rank, has_failed=True)))
+            self._send(protocol.RanksFailed({str(rank): reason or f"it {event}"}))
 
     def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Status], now: float) -> None:
         is_one = len(absent) == 1
@@ -390,9 +459,9 @@ class Coordinator:
         self._abort(f"{self._name(absent)} {phrase}", _DUMP_SECONDS, now, status or 1, self._table(rows))
 
     def _abort_for_timeout(self, late: protocol.TimedOut, rows: Mapping[int, Status], now: float) -> None:
-        what = f"timed out after {late.timeout:g} s in {hang_report.operation(late.operation)}"
         silent = [rank for rank, row in rows.items() if isinstance(row, NotResponding)]
-        cause = f"{self._name([late.rank])} {what}"
+        operation = hang_report.operation(late.operation)
+        cause = f"{self._name([late.rank])} timed out after {late.timeout:g} s in {operation}"
         cause += f"; not responding: {self._name(silent)}" if silent else ""
         self._abort(cause, _DUMP_SECONDS, now, details=f"{self._table(rows)}\n{late.files}")
 
@@ -407,20 +476,15 @@ class Coordinator:
             return
         self._status = status
         self._report_failure(cause)
-        if self._actions.claim():
-            self._actions.print_report("\n".join(filter(None, [f"[mpicomm] {cause}; aborting the job", details])))
-            self._schedule_abort(now + seconds, files=True)
-        else:
-            self._schedule_abort(now + _REPORTER_SECONDS, files=False)  # another rank reports the cause and aborts
+        self._abort_at = now + seconds
+        self._actions.append(ReportCause("\n".join(filter(None, [f"[mpicomm] {cause}; aborting the job", details]))))
 
     def _report_failure(self, cause: str) -> None:
         self._cause = self._cause or cause
-        self._actions.report_to_parent(protocol.JobFailed(cause))
+        self._actions.append(SendToParent(protocol.JobFailed(cause)))
 
-    def _schedule_abort(self, abort_at: float, *, files: bool) -> None:
-        if not self.is_ending:
-            self._abort_at = abort_at
-            self._actions.send(protocol.JobEnding(files))
+    def _send(self, message: Message) -> None:
+        self._actions.append(SendToRanks(message))
 
     def _table(self, rows: Mapping[int, Status]) -> str:
         return hang_report.table(rows, self._hosts)

@@ -46,7 +46,7 @@ def write(
     folder = Path(directory)
     now, wall = time.monotonic(), time.time()
     recorded = flight_recorder.recorded()
-    operations = [{**vars(each.describe(now)), **_details(each, now, wall)} for each in recorded]
+    operations = [{**vars(operation.describe(now)), **_details(operation, now, wall)} for operation in recorded]
     clocks = {"clock": clock.identity(), "monotonic": now, "offset": None if offset is None else vars(offset)}
     content = {"rank": rank, **about, "written": wall, **clocks, "operations": operations}
     trace = torch_format.encoded(rank, recorded, now, wall)
@@ -115,8 +115,8 @@ def _write(folder: int, path: Path, write: Callable[[BinaryIO], object], owner: 
         raise _refusal(f"{path.parent} belongs to user {owner}") from error
     try:
         with os.fdopen(handle, "wb") as file:
-            if owner not in (None, mine := os.fstat(handle).st_uid):
-                raise _refusal(f"{path.parent} belongs to user {owner}, and this user is {mine}")
+            if owner not in (None, user := os.fstat(handle).st_uid):
+                raise _refusal(f"{path.parent} belongs to user {owner}, and this user is {user}")
             write(file)
         os.rename(aside, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
@@ -132,5 +132,5 @@ def _details(operation: flight_recorder.Operation, now: float, wall: float) -> d
     """Return the fields that only dump files have; `monotonic` is on the clock of the file's field of that name."""
     moments = {"called": operation.called, "start": operation.start, "end": operation.end}
     times = {name: None if moment is None else wall - (now - moment) for name, moment in moments.items()}
-    found = {name: getattr(operation, name) for name in ("nbytes", "tag", "message")}
-    return {**found, **times, "monotonic": list(moments.values())}
+    fields = {name: getattr(operation, name) for name in ("nbytes", "tag", "message")}
+    return {**fields, **times, "monotonic": list(moments.values())}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import os
 import sys
@@ -21,12 +22,17 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError
-from mpicomm.watchdog import crash_report, flight_recorder
+from mpicomm.watchdog import flight_recorder, signals
 
 _LATER_FAILURE_WAIT = 2.0  # seconds that later failing ranks wait while the first one prints and aborts
 _BRIEF_RANKS = 8  # ranks that repeat rank 0's error in one line: its output may be in another file
 _OTHER_RANKS_WAIT = 10.0  # seconds after which the others do: only if rank 0's error has not ended them
 _PRINTING_SECONDS = 0.2  # launchers forward output by pipes; output in flight at the abort may be lost
+_CLAIM_SECONDS = 2.0  # the longest wait for the answer of rank 0's store
+_TURN_SECONDS = 2.0  # a rank that reports in place of rank 0 waits so much longer than the rank before it
+
+MAX_REPORTERS = 8
+"""How many ranks may report in place of rank 0."""
 
 _OUTERMOST = ("<module>", "_run_module_as_main", "_bootstrap")
 """The outermost functions of a script, of `python -m`, and of a thread."""
@@ -95,20 +101,20 @@ class Hook:
             self.abort(1)
 
     def _print_error(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        where = f"rank {self.rank} of {self.size} on {self.hostname}"
+        name = f"rank {self.rank} of {self.size} on {self.hostname}"
         if threading.current_thread() is not threading.main_thread():
-            where += f", thread {threading.current_thread().name},"
+            name += f", thread {threading.current_thread().name},"
         if self.size > 1 and not self.is_first():
             time.sleep(_LATER_FAILURE_WAIT)
-            print_stderr(f"[mpicomm] {where} also failed: {traceback.format_exception_only(kind, error)[-1]}")
+            print_stderr(f"[mpicomm] {name} also failed: {traceback.format_exception_only(kind, error)[-1]}")
         elif self.previous is not sys.__excepthook__:
-            print_stderr(f"[mpicomm] {where} failed:\n")
+            print_stderr(f"[mpicomm] {name} failed:\n")
             self.previous(kind, error, trace)
         elif self.size == 1:
             self.previous(kind, error, trace)
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
-            print_stderr(f"[mpicomm] {where} failed; aborting the job:\n{text}")
+            print_stderr(f"[mpicomm] {name} failed; aborting the job:\n{text}")
 
 
 def _continues() -> bool:
@@ -152,7 +158,7 @@ def arm(
     _current = Hook(rank, size, hostname, abort, is_first, is_formed, previous, previous_of_threads)
     sys.excepthook = _current
     threading.excepthook = _current.of_thread
-    crash_report.install()  # a crash in C code then prints a traceback, too
+    signals.catch_crashes()  # a crash in C code then prints a traceback, too
 
 
 def disarm() -> None:
@@ -242,6 +248,39 @@ def _ends_by(printed: BaseException | None) -> bool:
     """Return whether a printed exception ended the program, and not only a line at a prompt within the program."""
     trace = None if printed is None else printed.__traceback__
     return trace is not None and trace.tb_frame.f_back is None and not _is_at_prompt()
+
+
+def claim_in(store: Any, rank: int) -> Callable[[], bool]:
+    """Return a function that claims the report of the cause: it returns whether this rank is the first.
+
+    Args:
+        store: The store of the job, a `torch.distributed.Store`.
+    """
+
+    def ask(answers: list[bool]) -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0 and its store have exited
+            # A separate connection, since another thread may be waiting on the store. It is opened only now, since each
+            # connection is an open file of rank 0, which may have thousands of ranks.
+            private = store.clone()
+            private.set_timeout(datetime.timedelta(seconds=_CLAIM_SECONDS))
+            answers.append(private.add("mpicomm/failures", 1) == 1)
+
+    def is_first() -> bool:
+        answers: list[bool] = []
+        # If rank 0 is stopped (SIGSTOP), the store never answers and ignores its timeout: hence a thread.
+        asking = threading.Thread(target=ask, args=(answers,), daemon=True)
+        asking.start()
+        asking.join(_CLAIM_SECONDS)
+        if not answers:
+            time.sleep(turn_of(rank))  # meanwhile a lower rank may report the cause and abort the job
+        return answers[0] if answers else True  # two reports are better than none
+
+    return is_first
+
+
+def turn_of(rank: int) -> float:
+    """Return how many seconds a rank waits for lower ranks to report, when rank 0 does not respond."""
+    return _TURN_SECONDS * min(max(rank - 1, 0), MAX_REPORTERS)
 
 
 def print_stderr(text: str) -> None:

@@ -1,15 +1,41 @@
-"""The text of hang reports: pure functions that format the status of the ranks."""
+"""The text of reports: pure functions that format the status of the ranks, and why ranks have died."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from mpicomm.watchdog.protocol import ExitedRank, NotResponding, OperationInfo, Status
+from mpicomm.watchdog.protocol import Crash, ExitedRank, NotResponding, OperationInfo, Status
 
 _NAMED = 16  # the most ranges of ranks in a row
 _ROWS = 32  # the most rows of a table
+
+DEATH_REMEDY = (
+    "Check the output of that rank, and the kernel's log of its host (dmesg): it names processes that were killed for "
+    "lack of memory."
+)
+"""The next step after the death of a rank."""
+
+CRASH_REMEDY = (
+    "Native code crashed: see the stacks in the output of that rank. To find the call in it, run the job under gdb; "
+    "with GPUs, set CUDA_LAUNCH_BLOCKING=1, too."
+)
+"""The next step after the death of a rank that a signal such as SIGSEGV has ended."""
+
+HOST_REMEDY = (
+    "mpirun does not continue without a host. With mpicomm run --max-restarts N, the job starts again on the other "
+    "hosts, and continues from its newest checkpoint."
+)
+"""The next step after the loss of a host."""
+
+_UNREPORTED = (
+    "its process ended without reporting an error or a signal (killed, for example for lack of memory, os._exit or "
+    "MPI_Abort)"
+)
+_UNREACHABLE = {os.strerror(number) for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
 
 
 def ranges(ranks: Iterable[int]) -> str:
@@ -45,10 +71,10 @@ def ranks_by_host(hosts: Sequence[str]) -> dict[str, str]:
     Args:
         hosts: The host of every rank.
     """
-    found: dict[str, list[int]] = {}
+    of_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return {host: ranges(ranks) for host, ranks in found.items()}
+        of_host.setdefault(host, []).append(rank)
+    return {host: ranges(ranks) for host, ranks in of_host.items()}
 
 
 def full_name(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -117,7 +143,7 @@ def _position(row: Status, host: str) -> tuple[str, float]:
         how = "at the end of its program" if row.status is None else f"with status {row.status}"
         return f"exited {_SECONDS} ago {how}", row.seconds
     if row.running:
-        longest = max(row.running, key=lambda each: each.seconds or 0.0)
+        longest = max(row.running, key=lambda info: info.seconds or 0.0)
         more = len(row.running) - 1
         beside = f" (and {more} more operation{'s' if more > 1 else ''})" if more else ""
         return f"in {operation(longest)}, at {longest.where}, for {_SECONDS}{beside}", longest.seconds or 0.0
@@ -126,3 +152,17 @@ def _position(row: Status, host: str) -> tuple[str, float]:
         return f"not in an operation, none called yet; {at}", 0.0
     last = f"last called {_SECONDS} ago: {operation(row.last)}, at {row.last.where}"
     return f"not in an operation; {at}; {last}", row.last.called
+
+
+def is_unreachable(lost: str) -> bool:
+    """Return whether a connection was lost because the other host does not answer."""
+    return lost in _UNREACHABLE
+
+
+def cause_of_loss(lost: str, crash: Crash | None = None) -> str:
+    """Return why a rank died, from the reason why its connection was lost, and its own last message."""
+    if crash is not None:
+        return f"{crash.signal} ended its process" + (f"; last Python line: {crash.line}" if crash.line else "")
+    if is_unreachable(lost):
+        return f"its host is unreachable ({lost})"
+    return _UNREPORTED

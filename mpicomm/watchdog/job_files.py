@@ -20,8 +20,8 @@ from pathlib import Path
 from mpicomm.launch.request import command_line
 from mpicomm.watchdog import local_processes
 
-_BACKLOG = 128
-_TOKEN_BYTES = 16
+_BACKLOG = 128  # observers that wait to be accepted; there are few
+_TOKEN_BYTES = 16  # too many to guess
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +135,8 @@ def withdraw(path: Path, job: JobFile) -> None:
 
 def listed() -> list[ListedJob]:
     """Return the jobs of this user on this host, in the order of their start."""
-    found = [each for folder in folders() for each in _listed_in(folder)]
-    return sorted(found, key=lambda each: (each.job.started, each.job.name))
+    jobs = [listed for folder in folders() for listed in _listed_in(folder)]
+    return sorted(jobs, key=lambda listed: (listed.job.started, listed.job.name))
 
 
 def _publish_in(folder: Path, job: JobFile) -> tuple[Path, socket.socket]:
@@ -169,9 +169,9 @@ def _listed_in(folder: Path) -> Iterator[ListedJob]:
 
 
 def _remove_stale(folder: Path) -> None:
-    for each in _listed_in(folder):
-        if not each.is_running:
-            each.remove()
+    for listed in _listed_in(folder):
+        if not listed.is_running:
+            listed.remove()
 
 
 def _make_private(folder: Path) -> None:
@@ -188,10 +188,10 @@ def _make_private(folder: Path) -> None:
 
 def _is_private(folder: Path) -> bool:
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _is_listening(path: Path) -> bool:
@@ -222,5 +222,5 @@ def _socket_of(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    for each in (path, _socket_of(path)):
-        each.unlink(missing_ok=True)
+    for file in (path, _socket_of(path)):
+        file.unlink(missing_ok=True)

@@ -6,16 +6,13 @@ answer only after it has read the last one, and there are few of them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import selectors
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from mpicomm.arguments import Deadline
 from mpicomm.watchdog import job_files
-from mpicomm.watchdog.authentication import Authenticator
-from mpicomm.watchdog.connection import Connection
+from mpicomm.watchdog.connection import Connection, Server
 from mpicomm.watchdog.job_files import JobFile
 from mpicomm.watchdog.protocol import Message, StatusRefused, StatusRequest
 
@@ -23,6 +20,8 @@ OBSERVER = -2
 """Takes the place of a rank in the proof of an observer, and in the events of its connection."""
 
 MAX_OBSERVERS = 8
+"""The most observers of a job: rank 0 sends the status of all ranks to each."""
+
 IDLE_SECONDS = 60.0
 """Seconds without a request after which an observer is disconnected; it may be stopped."""
 
@@ -39,124 +38,85 @@ class _Observer:
 class Observers:
     """The connections of the observers of one job; has no thread of its own."""
 
-    def __init__(self, selector: selectors.BaseSelector, job: JobFile) -> None:
+    def __init__(self, selector: selectors.BaseSelector, job: JobFile, ask: Callable[[], object]) -> None:
         """Listen, and write the job's file.
 
         Args:
-            selector: All connections are registered there; the caller passes its events to `handle`.
+            selector: Its caller calls the data of each key with the mask of its event.
             job: The description of the job.
+            ask: Called when an observer asks for the status, unless an answer is under way, which is for it, too.
 
         Raises:
             OSError: If the file cannot be written.
         """
         self._selector = selector
         self._job = job
-        self._path: Path
-        self._path, self._listener = job_files.publish(job)
+        self._ask = ask
         self._observers: dict[Connection, _Observer] = {}
-        self._authenticator = Authenticator(
-            selector, bytes.fromhex(job.token), OBSERVER, is_expected=lambda rank: rank == OBSERVER
-        )
-        selector.register(self._listener, selectors.EVENT_READ)
-
-    def __contains__(self, file: object) -> bool:
-        return file is self._listener or file in self._observers or file in self._authenticator.connections
-
-    def __len__(self) -> int:
-        return len(self._observers)
-
-    @property
-    def asks(self) -> bool:
-        """Whether an observer waits for an answer."""
-        return any(each.asks for each in self._observers.values())
-
-    def handle(self, file: object, mask: int) -> bool:
-        """Handle an event of the selector for one of these connections.
-
-        Returns:
-            Whether an observer has asked for the status.
-        """
-        if file is self._listener:
-            self._authenticator.accept(self._listener)
-        elif isinstance(file, Connection) and file.fileno() >= 0:  # not closed by an event before
-            return self._receive(file, mask)
-        return False
+        self._path, listener = job_files.publish(job)
+        self._server = Server(selector, listener, bytes.fromhex(job.token), OBSERVER, (OBSERVER,), self._admit)
 
     def answer(self, messages: Sequence[Message]) -> None:
         """Send an answer to all observers that have asked."""
-        for connection, observer in list(self._observers.items()):
+        for connection, observer in self._observers.items():
             if observer.asks:
                 observer.asks = False
                 for message in messages:
-                    connection.send_registered(self._selector, message)
+                    connection.send(message)
 
     def close_expired(self) -> None:
         """Disconnect observers that have not authenticated, asked, or read an answer in time; call it regularly."""
-        self._authenticator.close_expired()
-        for connection in [each for each, observer in self._observers.items() if observer.idle_due.count_down() <= 0]:
+        self._server.close_expired()
+        for connection in [idle for idle, observer in self._observers.items() if observer.idle_due.count_down() <= 0]:
             self._drop(connection)
 
     def close(self) -> None:
         """Disconnect all observers, and remove the job's file."""
         job_files.withdraw(self._path, self._job)
-        self._authenticator.close()
+        self._server.close()
         for connection in list(self._observers):
             self._drop(connection)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(self._listener)
-        self._listener.close()
 
     def close_in_child(self) -> None:
         """Close all descriptors in a forked child, but leave the job's file to the parent."""
-        for connection in [*self._observers, *self._authenticator.connections]:
-            connection.close()
-        self._listener.close()
+        self._server.close_in_child()
+        for connection in self._observers:
+            connection.close_in_child()
 
-    def _receive(self, connection: Connection, mask: int) -> bool:
-        messages: list[Message] = []
-        lost = ""
-        if connection in self._authenticator:
-            proof, messages = self._authenticator.receive(connection)
-            if proof is None or not self._admit(connection):
-                return False
-        else:
-            if mask & selectors.EVENT_WRITE:
-                connection.send_registered(self._selector)
-            if mask & selectors.EVENT_READ:
-                messages, lost = connection.receive()
-        observer = self._observers[connection]
-        for message in messages:
-            if not isinstance(message, StatusRequest) or observer.asks or connection.has_outgoing:
-                lost = lost or "it has sent another message, or has not read the answer to its last request"
-                break
-            observer.asks = True
-            observer.idle_due = Deadline(IDLE_SECONDS)
-        if lost:
-            self._drop(connection)
-        return bool(messages) and not lost
-
-    def _admit(self, connection: Connection) -> bool:
+    def _admit(self, connection: Connection, messages: list[Message]) -> None:
         """Make a connection that has authenticated that of an observer, if there are not too many."""
         connection.is_trusted = False  # its messages are short, and each must be valid
-        if is_full := len(self._observers) >= MAX_OBSERVERS:
-            with contextlib.suppress(OSError):
-                connection.send(StatusRefused(f"the job has {MAX_OBSERVERS} observers, which is the limit"))
+        if len(self._observers) >= MAX_OBSERVERS:
+            connection.send(StatusRefused(f"the job has {MAX_OBSERVERS} observers, which is the limit"))
+            connection.close()
+            return
         self._observers[connection] = _Observer(Deadline(IDLE_SECONDS))
-        if is_full:
+        connection.watch(self._selector, self._receive)
+        if messages:
+            self._receive(connection, messages, "")
+
+    def _receive(self, connection: Connection, messages: list[Message], lost: str) -> None:
+        observer = self._observers[connection]
+        is_request = [type(message) for message in messages] == [StatusRequest]
+        if lost or not is_request or observer.asks or connection.has_outgoing:  # it has not read the last answer
             self._drop(connection)
-        return not is_full
+            return
+        is_under_way = any(other.asks for other in self._observers.values())
+        observer.asks = True
+        observer.idle_due = Deadline(IDLE_SECONDS)
+        if not is_under_way:
+            self._ask()
 
     def _drop(self, connection: Connection) -> None:
         del self._observers[connection]
-        self._selector.unregister(connection)
         connection.close()
 
 
-def open_for(selector: selectors.BaseSelector, job: JobFile) -> Observers | None:
+def open_for(selector: selectors.BaseSelector, job: JobFile, ask: Callable[[], object]) -> Observers | None:
     """Return the observers of a job; None if no directory can be used for its file: the job needs no observers."""
     if not job.name:
         return None
     try:
-        return Observers(selector, job)
+        return Observers(selector, job, ask)
     except OSError:
         return None

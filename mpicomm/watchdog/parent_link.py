@@ -1,7 +1,7 @@
 """The connection between rank 0 of a job and `mpicomm run`, the parent of the launcher.
 
 `mpicomm run` puts its addresses and a token into the variable MPICOMM_PARENT. Only rank 0 reads it and connects; both
-ends authenticate each other with the token (`authentication`). Rank 0 reports the start of the job and the end of every
+ends authenticate each other with the token (`connection`). Rank 0 reports the start of the job and the end of every
 rank; `mpicomm run` asks for a stop. If `mpicomm run` ends, the connection ends, and rank 0 aborts the job.
 """
 
@@ -14,11 +14,11 @@ import threading
 from collections.abc import MutableMapping
 
 from mpicomm.settings import HOST_TIMEOUT, PARENT
-from mpicomm.watchdog import authentication
+from mpicomm.watchdog import connection
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.protocol import JobStarted, RankFinished
 
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 5.0  # for `mpicomm run` to accept rank 0; the other ranks wait for it meanwhile
 
 _address: str | None = None
 """The value of the variable, once `take_address` has removed it."""
@@ -62,10 +62,10 @@ def report_end(parent: Parent, name: str) -> None:
     Raises:
         OSError: If `mpicomm run` cannot be reached.
     """
-    connection = connect(parent)
+    to_parent = connect(parent)
     for message in (JobStarted({"": "0"}, name, recovers=True), RankFinished(0)):
-        connection.send(message)
-    connection.close()
+        to_parent.send(message)
+    to_parent.close()
 
 
 def connect(parent: Parent, host_timeout: int = HOST_TIMEOUT, seconds: float = CONNECT_SECONDS) -> Connection:
@@ -78,8 +78,7 @@ def connect(parent: Parent, host_timeout: int = HOST_TIMEOUT, seconds: float = C
 
     def attempt(address: str) -> None:
         try:
-            connection, *_ = authentication.connect(address, parent.port, parent.token, 0, seconds, host_timeout)
-            answers.put(connection)
+            answers.put(connection.connect(address, parent.port, parent.token, 0, seconds, host_timeout))
         except (OSError, ValueError) as error:
             answers.put(error)
 

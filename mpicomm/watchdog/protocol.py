@@ -9,7 +9,16 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:  # Python has it since 3.11
+
+    def dataclass_transform(**_arguments: bool) -> Callable[[type], type]:
+        """Do nothing: only type checkers use the decorator."""
+        return lambda kind: kind
+
 
 HEARTBEAT_SECONDS = 1.0
 LONGEST_GAP = 2 * HEARTBEAT_SECONDS
@@ -22,17 +31,18 @@ _CLASS = "$class"  # the key of the class in a JSON object
 _classes: dict[str, type[Message]] = {}
 
 
+@dataclass_transform(frozen_default=True)
 class Message:
-    """The base class of all messages, and of the values in them."""
+    """The base class of all messages, and of the values in them. Each subclass becomes a frozen dataclass."""
 
     def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
         _classes[cls.__name__] = cls
 
 
 # -- between a hub and a rank that connects ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class LocalProcess(Message):
     """A process, identified by its pid and its start time."""
 
@@ -40,7 +50,6 @@ class LocalProcess(Message):
     start_time: str = ""  # with its pid namespace: together with the pid they are unique on a host
 
 
-@dataclass(frozen=True)
 class Challenge(Message):
     """The first message of a hub."""
 
@@ -49,7 +58,6 @@ class Challenge(Message):
     nonce: str
 
 
-@dataclass(frozen=True)
 class Proof(Message):
     """The answer to a `Challenge`: the HMAC of its nonce and the rank with the job's token."""
 
@@ -59,16 +67,14 @@ class Proof(Message):
     nonce: str
 
 
-@dataclass(frozen=True)
 class Welcome(Message):
     """The hub has accepted a `Proof`; `proof` is the HMAC of that message's nonce."""
 
     proof: str
 
 
-@dataclass(frozen=True)
 class Crash(Message):
-    """A signal ends the process of the sender, and this is its last message (`crash_report`)."""
+    """A signal ends the process of the sender, and this is its last message (`signals.catch_crashes`)."""
 
     signal: str  # its name
     line: str  # the last line of Python, as faulthandler prints it; empty if unknown
@@ -78,7 +84,6 @@ class Heartbeat(Message):
     """Sent by every rank to its hub once a second."""
 
 
-@dataclass(frozen=True)
 class ClockProbe(Message):
     """A rank asks its hub for the time."""
 
@@ -86,7 +91,6 @@ class ClockProbe(Message):
     sent: float  # on the rank's clock
 
 
-@dataclass(frozen=True)
 class ClockAnswer(Message):
     """The answer of the hub to a `ClockProbe`."""
 
@@ -100,14 +104,12 @@ class ClockAnswer(Message):
 # -- from a rank to rank 0 ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class FromRank(Message):
     """The base class of the messages of a rank to rank 0."""
 
     rank: int
 
 
-@dataclass(frozen=True)
 class OperationInfo(Message):
     """The fields of an operation for reports and dump files (`flight_recorder.Operation.describe`)."""
 
@@ -126,7 +128,6 @@ class OperationInfo(Message):
     is_over: bool
 
 
-@dataclass(frozen=True)
 class Usage(Message):
     """The throughput and memory of a rank. `mpicomm top` shows them; hang reports do not need them."""
 
@@ -137,7 +138,6 @@ class Usage(Message):
     gpu_utilization: int | None = None  # percent of the time in which a kernel ran
 
 
-@dataclass(frozen=True)
 class RankStatus(Message):
     """The operations of a rank, and where its main thread is."""
 
@@ -148,7 +148,6 @@ class RankStatus(Message):
     usage: Usage | None = None  # if `CollectStatus` asks for it
 
 
-@dataclass(frozen=True)
 class NotResponding(Message):
     """The report of a hub in place of the status of a rank that does not answer."""
 
@@ -156,7 +155,6 @@ class NotResponding(Message):
     state: str
 
 
-@dataclass(frozen=True)
 class ExitedRank(Message):
     """Rank 0's report in place of the status of a rank that has exited."""
 
@@ -167,7 +165,6 @@ class ExitedRank(Message):
 Status: TypeAlias = RankStatus | NotResponding | ExitedRank
 
 
-@dataclass(frozen=True)
 class StatusReport(FromRank):
     """The answer to `CollectStatus`."""
 
@@ -175,7 +172,6 @@ class StatusReport(FromRank):
     status: Status
 
 
-@dataclass(frozen=True)
 class OperationReport(FromRank):
     """The base class of messages about an operation that has not completed."""
 
@@ -184,10 +180,9 @@ class OperationReport(FromRank):
 
 
 class WaitStarted(OperationReport):
-    """The rank has waited for longer than `operation_monitor.WAIT_LIMIT`."""
+    """The rank has waited for longer than `rank_reports.WAIT_LIMIT`."""
 
 
-@dataclass(frozen=True)
 class WaitEnded(FromRank):
     """An operation that the rank has reported has ended."""
 
@@ -198,7 +193,6 @@ class MissingQuery(OperationReport):
     """The rank asks which ranks have not called a collective; rank 0 answers with `MissingAnswer`."""
 
 
-@dataclass(frozen=True)
 class LateOperation(OperationReport):
     """The base class of requests for a report of all ranks."""
 
@@ -215,7 +209,6 @@ class TimedOut(LateOperation):
     """The operation has passed its timeout, so that rank 0 must abort the job."""
 
 
-@dataclass(frozen=True)
 class RankExited(FromRank):
     """The rank calls no more operations; the fields are those of `Watchdog.leave`."""
 
@@ -226,22 +219,17 @@ class RankExited(FromRank):
     sequences: dict[str, int]
 
 
-@dataclass(frozen=True)
 class ExitingAtOnce(FromRank):
     """The rank is about to call `os._exit`."""
 
     status: int
 
 
-@dataclass(frozen=True)
 class RankDied(FromRank):
     """The rank's hub has lost its connection."""
 
-    reason: str
-    is_host_lost: bool = False
-    """Whether its host does not answer."""
-    has_crashed: bool = False
-    """Whether a signal has ended its process that it could report itself."""
+    lost: str  # why, as the kernel or `connection` describes it
+    crash: Crash | None  # its last message, if a signal has ended its process that it could report itself
 
 
 class RankFailed(FromRank):
@@ -252,14 +240,12 @@ class RankTerminated(FromRank):
     """SIGTERM ends the rank."""
 
 
-@dataclass(frozen=True)
 class DumpFailed(FromRank):
     """The rank cannot write its dump files."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class GroupBroken(Message):
     """A rank has stopped waiting in a group: no rank uses the group any more. Rank 0 sends it to all ranks."""
 
@@ -270,7 +256,6 @@ class GroupBroken(Message):
 # -- between rank 0 and `mpicomm run` ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class JobStarted(Message):
     """The job has been formed, or continues after a failure; `hosts` has each host's ranks (`hang_report.ranges`)."""
 
@@ -281,7 +266,6 @@ class JobStarted(Message):
     """Whether the job may continue with another rank 0."""
 
 
-@dataclass(frozen=True)
 class RankFinished(Message):
     """A rank has reached its orderly end, or has failed in a job that continues without it."""
 
@@ -289,21 +273,18 @@ class RankFinished(Message):
     has_failed: bool = False
 
 
-@dataclass(frozen=True)
 class JobFailed(Message):
     """The job is about to be aborted."""
 
     cause: str
 
 
-@dataclass(frozen=True)
 class StopAsked(Message):
     """`mpicomm run` has received a signal that asks the job to stop; rank 0 answers with `StopAnswered`."""
 
     signal: int
 
 
-@dataclass(frozen=True)
 class StopAnswered(Message):
     """Whether the program handles a stop request, and so saves its state and exits by itself."""
 
@@ -318,14 +299,12 @@ class StatusRequest(Message):
     """An observer asks for the status of all ranks. The answer is a `StatusReport` per rank and `StatusComplete`."""
 
 
-@dataclass(frozen=True)
 class StatusComplete(Message):
     """All reports have been sent; `hosts` has each host's ranks (`hang_report.ranges`)."""
 
     hosts: dict[str, str]
 
 
-@dataclass(frozen=True)
 class StatusRefused(Message):
     """The observer gets no status; if it is one too many, it is disconnected."""
 
@@ -335,7 +314,6 @@ class StatusRefused(Message):
 # -- from rank 0 to all ranks ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class CollectStatus(Message):
     """Every rank answers with a `StatusReport`, with its `Usage` if `usage`, and writes its dump files if `files`."""
 
@@ -344,7 +322,6 @@ class CollectStatus(Message):
     usage: bool = False
 
 
-@dataclass(frozen=True)
 class RanksFailed(Message):
     """Ranks have failed, and the others continue without them; by rank, as text: why it failed.
 
@@ -354,21 +331,18 @@ class RanksFailed(Message):
     reasons: dict[str, str]
 
 
-@dataclass(frozen=True)
 class AllExited(Message):
     """Every rank has reported its exit; `is_stuck` if one of them has an operation that may never end."""
 
     is_stuck: bool
 
 
-@dataclass(frozen=True)
 class JobEnding(Message):
     """The job is about to be aborted."""
 
     files: bool
 
 
-@dataclass(frozen=True)
 class RaiseSignal(Message):
     """Every rank raises a signal in its own process, if the program has a handler for it."""
 
@@ -378,7 +352,6 @@ class RaiseSignal(Message):
 # -- from rank 0 to one rank -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class ToOneRank(Message):
     """The base class of messages that hubs forward to one rank."""
 
@@ -389,7 +362,6 @@ class Acknowledgement(ToOneRank):
     """Rank 0 has received an `ExitingAtOnce` or a request."""
 
 
-@dataclass(frozen=True)
 class MissingAnswer(ToOneRank):
     """The ranks that have not called a collective, and a table of where they are."""
 

@@ -1,17 +1,30 @@
-"""Handles SIGTERM even while the main thread is inside a blocking MPI call.
+"""The signals that end this process: SIGTERM, and those of a crash.
 
-Python runs a handler only between two instructions of the main thread. The interpreter's C handler, however, writes the
-signal's number to a descriptor at once (`signal.set_wakeup_fd`). The watchdog reads it there, on its own thread.
+SIGTERM is handled even while the main thread is inside a blocking MPI call. Python runs a handler only between two
+instructions of the main thread. The interpreter's C handler, however, writes the signal's number to a descriptor at
+once (`signal.set_wakeup_fd`). The watchdog reads it there, on its own thread.
+
+A signal such as SIGSEGV is reported to the connected ranks by the C library's handler (crash.c). It runs after that of
+faulthandler, which writes the Python stacks into a file in memory: the handler sends the signal and the last line of
+Python, and prints the stacks. Without the C library, faulthandler prints them, and the other ranks learn only that the
+process has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
+import functools
 import os
 import signal
+import sys
 import threading
 import types
+
+from mpicomm.watchdog import protocol
+
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 _is_watching = False
 _wake_fd = -1
@@ -79,7 +92,7 @@ def handled(number: int) -> int | None:
     The program's handler of the signal itself, or, for Ctrl-C, which by default ends a program, that of SIGTERM.
     """
     candidates = (number, signal.SIGTERM) if number == signal.SIGINT else (number,)
-    return next((each for each in candidates if _is_handled_by_program(each)), None)
+    return next((candidate for candidate in candidates if _is_handled_by_program(candidate)), None)
 
 
 def _is_handled_by_program(number: int) -> bool:
@@ -130,3 +143,44 @@ def _on_sigterm(number: int, _frame: types.FrameType | None) -> None:
         signal.set_wakeup_fd(current)
         with contextlib.suppress(OSError):
             os.write(_wake_fd, bytes([number]))
+
+
+# -- crashes -----------------------------------------------------------------------------------------------------------
+
+
+def catch_crashes() -> None:
+    """Report the signals that end this process, and print its Python stacks, unless the program does that itself."""
+    catches_all = _catch_in_c()  # before faulthandler, which passes a signal on to the handler that it has found
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        stacks = _stacks() if catches_all else None
+        faulthandler.enable(sys.__stderr__ if stacks is None else stacks)
+
+
+def _library() -> ctypes.CDLL | None:
+    from mpicomm.shm import native  # imports torch, which commands do without; only ranks call this
+
+    return native.library()
+
+
+@functools.cache
+def _catch_in_c() -> bool:
+    """Catch the signals that the program does not handle, and return whether these are all."""
+    if (library := _library()) is None:
+        return False
+    caught = [number for number in _CRASHES if signal.getsignal(number) == signal.SIG_DFL]  # also with faulthandler
+    for number in caught:
+        head = protocol.encode(protocol.Crash(number.name, "")).removesuffix(b'"}')
+        library.mpicomm_catch(number, head)
+    return len(caught) == len(_CRASHES)
+
+
+@functools.cache
+def _stacks() -> int | None:
+    """Return a file in memory that the library prints to stderr; None without the library."""
+    library = _library()
+    with contextlib.suppress(OSError):
+        if library is not None and sys.__stderr__ is not None:
+            stacks = os.memfd_create("mpicomm-stacks")
+            library.mpicomm_print_stacks(stacks, sys.__stderr__.fileno())
+            return stacks
+    return None

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpicomm.startup import open_files
-from mpicomm.watchdog import authentication, flight_recorder, protocol
+from mpicomm.watchdog import connection as connections
+from mpicomm.watchdog import flight_recorder, protocol
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
@@ -122,8 +123,7 @@ def be_a_rank(job: Job, rank: int) -> NoReturn:
     signal.signal(signal.SIGUSR1, call)
     channel = Channel(rank, job.token)
     if children := job.children(rank):
-        port = channel.listen(HOST)
-        channel.expect(children)
+        port = channel.listen(HOST, children)
         os.write(job.ports[rank][1], f"{port:<{PORT_TEXT}}".encode() * len(children))
     watch = Noted(job, rank, channel)
     if rank != 0:
@@ -157,8 +157,7 @@ class Children:
 
     def connect(self, port: int) -> None:
         for rank in self.behind:
-            connection, _challenge, others = authentication.connect(HOST, port, self.job.token, rank, CONNECT_SECONDS)
-            assert not others
+            connection = connections.connect(HOST, port, self.job.token, rank, CONNECT_SECONDS)
             self._selector.register(connection, selectors.EVENT_READ, rank)
             self.connections[rank] = connection
 

@@ -85,8 +85,8 @@ sys.stdout.write(f"done {world.rank}\\n")
 
 # After the end of the program, its threads continue; the first operation starts only 2.5 s later.
 THREADS = """
-from mpicomm.watchdog import operation_monitor
-operation_monitor.WAIT_LIMIT = 1.0
+from mpicomm.watchdog import rank_reports
+rank_reports.WAIT_LIMIT = 1.0
 world = mpicomm.bootstrap()
 def train():
     time.sleep(2.5 + world.rank)
@@ -100,8 +100,8 @@ threading.Thread(target=train).start()
 UNFINISHED = """
 import warnings
 from mpicomm.backend import messages
-from mpicomm.watchdog import rank_exit
-messages._LAST_MESSAGES_SECONDS, rank_exit._TAKE_DOWN_SECONDS = 1.0, 5.0
+from mpicomm.watchdog import rank_reports
+messages._LAST_MESSAGES_SECONDS, rank_reports._TAKE_DOWN_SECONDS = 1.0, 5.0
 warnings.simplefilter("ignore")
 world = mpicomm.bootstrap()
 works = [dist.irecv(torch.ones(1), (world.rank + 1) % 3, group=dist.new_group()) for _ in range(8)]

@@ -48,8 +48,7 @@ def be_rank_0() -> None:
     places = [listener.getsockname()[:2] for listener in listeners]
     store, _, port_of_store = rendezvous.open_store(alone, where, listeners, places, b"", LIMIT)
     channel = Channel(0, job.token)
-    port = channel.listen(HOST)
-    channel.expect(job.children(0))
+    port = channel.listen(HOST, job.children(0))
     os.write(writing, f"{port_of_store} {port}".encode())
     while not store.add("connected", 0):
         channel.poll(0.1)

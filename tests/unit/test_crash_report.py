@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 
 from mpicomm.shm import native
-from mpicomm.watchdog import crash_report
+from mpicomm.watchdog import signals
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.protocol import Crash
 from tests.time_limits import scaled
@@ -48,8 +48,8 @@ def crash(
         sys.__stderr__ = os.fdopen(2, "w", closefd=False)
         faulthandler.disable()  # pytest's
         prepare()
-        crash_report.install()
-        crash_report.watch(Connection(theirs))
+        signals.catch_crashes()
+        Connection(theirs).report_crashes()
         if is_forked and (child := os.fork()):
             os.waitpid(child, 0)
             os._exit(0)
@@ -117,7 +117,7 @@ def test_a_report_is_not_sent_between_the_parts_of_another_message() -> None:
     ours, theirs = socket.socketpair()
     with contextlib.closing(Connection(theirs)) as sender, contextlib.closing(Connection(ours)) as receiver:
         receiver.is_trusted = True
-        crash_report.watch(sender)
+        sender.report_crashes()
         message = Crash("SIGSEGV", "x" * 900_000)
         sender.send(message)
         assert sender.has_outgoing
@@ -129,7 +129,7 @@ def test_a_report_is_not_sent_between_the_parts_of_another_message() -> None:
             messages, lost = receiver.receive()
             assert lost == ""
             received += messages
-        crash_report.unwatch(sender)
+        sender.unwatch()
     assert received == [message]
 
 
@@ -158,8 +158,8 @@ def test_a_lost_connection_gets_no_message() -> None:
     """Its descriptor may belong to a file of the program by then."""
     ours, theirs = socket.socketpair()
     with contextlib.closing(Connection(theirs)) as lost, contextlib.closing(Connection(ours)) as receiver:
-        crash_report.watch(lost)
-        crash_report.unwatch(lost)
+        lost.report_crashes()
+        lost.unwatch()
         _, messages, _ = crash(read_address_0)
         assert messages
         assert receiver.receive() == ([], "")

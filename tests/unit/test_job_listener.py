@@ -16,7 +16,8 @@ from collections.abc import Iterator
 import pytest
 
 from mpicomm.cli.job_listener import Job, JobListener
-from mpicomm.watchdog import authentication, parent_link
+from mpicomm.watchdog import connection as connections
+from mpicomm.watchdog import parent_link
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
@@ -56,9 +57,8 @@ def connect(ends: tuple[JobListener, selectors.BaseSelector], parent: Parent) ->
 
 
 def handle(ends: tuple[JobListener, selectors.BaseSelector]) -> None:
-    listener, selector = ends
-    for key, _ in selector.select(0.05):
-        listener.handle(key)
+    for key, mask in ends[1].select(0.05):
+        key.data(mask)
 
 
 def report(ends: tuple[JobListener, selectors.BaseSelector], connection: Connection, *messages: Message) -> None:
@@ -147,7 +147,7 @@ def test_an_answer_belongs_to_the_last_question_about_its_signal(
 def test_a_connection_that_does_not_authenticate_is_closed(
     listener: tuple[JobListener, selectors.BaseSelector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(authentication, "_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "_AUTHENTICATION_SECONDS", 0.0)
     parent = listener[0].parent
     with socket.create_connection((parent.addresses[0], parent.port), timeout=scaled(30.0)) as stranger:
         while len(listener[1].get_map()) < 2:
@@ -170,9 +170,10 @@ def test_the_end_of_a_rank_before_rank_0_is_connected_is_reported(
 ) -> None:
     watch = Watchdog(RankInfo(0, ["a"], [0], [0]), Channel(0, bytes(32)), Limits(600, None), os._exit, lambda: True)
     connection = connect(listener, listener[0].parent)
-    watch.leave(0, is_stuck=False)
-    watch.attach_parent(connection)
     watch.start()
+    watch.leave(0, is_stuck=False)
+    wait_until(watch.has_seen_all_exit, "rank 0 has reported its exit")
+    watch.attach_parent(connection)
     wait_until(lambda: handle(listener) or [job.is_finished for job in listener[0].jobs] == [True], "it is reported")
     watch.stop()
 

@@ -18,7 +18,7 @@ import pytest
 
 from mpicomm.arguments import Deadline
 from mpicomm.cli.job_observer import JobObserver
-from mpicomm.watchdog import authentication, job_files, observers
+from mpicomm.watchdog import connection, job_files, observers
 from mpicomm.watchdog.job_files import ListedJob
 from mpicomm.watchdog.observers import MAX_OBSERVERS, Observers
 from mpicomm.watchdog.protocol import NotResponding, StatusComplete, StatusRefused, StatusReport, StatusRequest
@@ -44,21 +44,27 @@ class Host:
 
     def __init__(self, name: str = NAME) -> None:
         self.selector = selectors.DefaultSelector()
-        self.observers = Observers(self.selector, job_files.new(name, SIZE, "train.py", 0.0))
+        self.observers = Observers(self.selector, job_files.new(name, SIZE, "train.py", 0.0), self.answer)
         self.requests = 0
         self.answers = True
         self.size = 1  # bytes of the text in a report
 
     def poll(self, seconds: float = 0.01) -> None:
         for key, mask in self.selector.select(seconds):
-            assert key.fileobj in self.observers or key.fileobj.fileno() < 0  # type: ignore[union-attr]
-            if self.observers.handle(key.fileobj, mask):
-                self.requests += 1
-                if self.answers:
-                    status = NotResponding(float(self.requests), "x" * self.size)
-                    reports = [StatusReport(rank, self.requests, status) for rank in range(SIZE)]
-                    self.observers.answer([*reports, StatusComplete({"node0": "0-3"})])
+            key.data(mask)
         self.observers.close_expired()
+
+    def answer(self) -> None:
+        self.requests += 1
+        if self.answers:
+            status = NotResponding(float(self.requests), "x" * self.size)
+            reports = [StatusReport(rank, self.requests, status) for rank in range(SIZE)]
+            self.observers.answer([*reports, StatusComplete({"node0": "0-3"})])
+
+    @property
+    def connected(self) -> int:
+        """The number of observers."""
+        return len(self.observers._observers)
 
     def poll_until(self, condition: Callable[[], Any]) -> None:
         deadline = Deadline(SECONDS)
@@ -111,7 +117,7 @@ def test_a_directory_that_others_can_open_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match=f"{folder} is not a directory that only user {os.getuid()} can open"):
         Host()
-    assert observers.open_for(selectors.DefaultSelector(), job_files.new(NAME, SIZE, "train.py", 0.0)) is None
+    assert observers.open_for(selectors.DefaultSelector(), job_files.new(NAME, SIZE, "train.py", 0.0), print) is None
     (folder / f"{NAME}.json").write_text("{}")
     assert job_files.listed() == []
 
@@ -130,14 +136,14 @@ def test_a_wrong_token_is_refused(host: Host) -> None:
     forged = dataclasses.replace(found, job=dataclasses.replace(found.job, token="00" * 16))
     with pytest.raises(ConnectionError, match=f"job {NAME} has ended, or refuses the token of "):
         host.serve(lambda: JobObserver(forged))
-    assert (len(host.observers), host.requests) == (0, 0)
+    assert (host.connected, host.requests) == (0, 0)
 
 
 def test_a_rank_is_no_observer(host: Host) -> None:
     found = only()
     token = bytes.fromhex(found.job.token)
     with pytest.raises(ConnectionError):
-        host.serve(lambda: authentication.connect_over(found.connect(SECONDS), token, 0, SECONDS))
+        host.serve(lambda: connection.connect_over(found.connect(SECONDS), token, 0, SECONDS))
 
 
 def test_one_observer_too_many_is_refused_until_another_ends(host: Host) -> None:
@@ -148,7 +154,7 @@ def test_one_observer_too_many_is_refused_until_another_ends(host: Host) -> None
     ):
         host.serve(late.ask)
     first.close()
-    host.poll_until(lambda: len(host.observers) == MAX_OBSERVERS - 1)
+    host.poll_until(lambda: host.connected == MAX_OBSERVERS - 1)
     with contextlib.closing(host.observer()) as next_one:
         assert len(host.serve(next_one.ask).statuses) == SIZE
     for each in (late, *others):
@@ -162,13 +168,16 @@ def test_an_observer_that_vanishes_is_forgotten(host: Host) -> None:
     host.poll_until(lambda: host.requests == 1)
     vanished.close()
     host.observers.answer([StatusComplete({})])  # to a socket that is closed at the other end
-    host.poll_until(lambda: len(host.observers) == 1)
+    host.poll_until(lambda: host.connected == 1)
     host.answers = True
     assert len(host.serve(other.ask).statuses) == SIZE
     other.close()
 
 
-def test_an_observer_that_does_not_read_is_dropped_at_its_next_request(host: Host) -> None:
+def test_an_observer_that_does_not_read_is_dropped_at_its_next_request(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observers, "IDLE_SECONDS", 2 * SECONDS)  # not dropped because it is idle
     host.size = LARGE
     silent, other = host.observer(), host.observer()
     silent._connection.send(StatusRequest())
@@ -176,9 +185,9 @@ def test_an_observer_that_does_not_read_is_dropped_at_its_next_request(host: Hos
     start = time.monotonic()
     assert len(host.serve(other.ask).statuses) == SIZE  # nobody waits for the silent one
     assert time.monotonic() - start < SECONDS / 2
-    assert len(host.observers) == 2
+    assert host.connected == 2
     silent._connection.send(StatusRequest())
-    host.poll_until(lambda: len(host.observers) == 1)
+    host.poll_until(lambda: host.connected == 1)
     silent.close()
     other.close()
 
@@ -188,7 +197,7 @@ def test_a_second_request_before_the_answer_ends_the_connection(host: Host) -> N
     with contextlib.closing(host.observer()) as hasty:
         for _ in range(2):
             hasty._connection.send(StatusRequest())
-        host.poll_until(lambda: not len(host.observers))
+        host.poll_until(lambda: not host.connected)
     assert host.requests <= 1
 
 
@@ -196,14 +205,14 @@ def test_a_second_request_before_the_answer_ends_the_connection(host: Host) -> N
 def test_another_message_ends_the_connection(host: Host, text: bytes) -> None:
     with contextlib.closing(host.observer()) as odd:
         odd._connection.socket.send(text)
-        host.poll_until(lambda: not len(host.observers))
+        host.poll_until(lambda: not host.connected)
     assert host.requests == 0
 
 
 def test_an_idle_observer_is_dropped(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observers, "IDLE_SECONDS", 0.0)
     with contextlib.closing(host.observer()) as idle:
-        host.poll_until(lambda: not len(host.observers))
+        host.poll_until(lambda: not host.connected)
         with pytest.raises(ConnectionError, match=f"job {NAME} has ended"):
             host.serve(idle.ask)
 

@@ -10,8 +10,6 @@ import pytest
 
 from mpicomm.watchdog import flight_recorder, local_processes, protocol
 from mpicomm.watchdog.channel import RankInfo
-from mpicomm.watchdog.connected_ranks import _ANSWER_SECONDS, ConnectedRanks
-from mpicomm.watchdog.operation_monitor import WAIT_LIMIT, OperationMonitor
 from mpicomm.watchdog.protocol import (
     LocalProcess,
     Message,
@@ -23,7 +21,7 @@ from mpicomm.watchdog.protocol import (
     WaitEnded,
     WaitStarted,
 )
-from mpicomm.watchdog.rank_exit import RankExit
+from mpicomm.watchdog.rank_reports import _ANSWER_SECONDS, WAIT_LIMIT, ConnectedRanks, OperationMonitor, RankExit
 
 STARTED, HANG_SECONDS, TIMEOUT = 1000.0, 60.0, 100.0
 INFO = OperationInfo(7, "all_reduce", "0", "", 42, False, "float32", 4, None, "train.py:8", 0.0, 0.0, False)
