@@ -240,15 +240,16 @@ def _agree(
         environ = rendezvous.environ_of_user(os.environ)
         listeners.extend(rendezvous.listen(topology.from_nodes(0, nodes, hosts), environ, settings.interface))
         indices = [None if uuid is None else each.gpus[uuid] for each, uuid in zip(facts, uuids, strict=True)]
-        return _plan(hosts, nodes, indices, backend, listeners, _warnings(facts))
+        return _plan(hosts, nodes, indices, backend, listeners, _warnings(facts, backend))
 
     return agreement.decide_on_rank_0(comm, collect, decide)
 
 
-def _warnings(facts: list[_Facts]) -> list[str]:
+def _warnings(facts: list[_Facts], backend: str | None) -> list[str]:
     """Return what rank 0 warns of: each cause once, with the lowest rank that has it."""
     found = [f"rank {rank}: {each.why_cpu}" for rank, each in enumerate(facts) if each.why_cpu][:1]
-    if len(facts) > 1 and (ranks := [rank for rank, each in enumerate(facts) if each.lacks_library]):
+    shares_memory = backend_choice.needs_mpi(backend) and len({each.node for each in facts}) < len(facts)
+    if shares_memory and (ranks := [rank for rank, each in enumerate(facts) if each.lacks_library]):
         found.append(
             f"rank {ranks[0]}: {shm.MISSING_LIBRARY}.\n"
             f"{shm.LIBRARY_REMEDY} To disable shared memory and this warning, set MPICOMM_NATIVE=0."
