@@ -8,8 +8,6 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, cast
 
-import torch
-
 from mpicomm import agreement, mpi
 from mpicomm.backend import algorithms
 from mpicomm.backend.algorithms import Algorithm
@@ -105,8 +103,7 @@ class ShmSelector:
     def _connect(self, node_comm: Intracomm) -> NativeSlots | None:
         """Return slots of the ranks of a node, or None, with a warning, if they cannot share memory (collective)."""
         try:
-            with torch.inference_mode(False):  # otherwise the memory could not be used outside of inference mode
-                memory = segment.make(node_comm, segment_bytes(node_comm.size))
+            memory = segment.make(node_comm, segment_bytes(node_comm.size))
         except segment.NoSharedMemoryError as error:
             if node_comm.rank == 0:
                 warnings.warn(
