@@ -90,8 +90,10 @@ class ShmSelector:
             self._slots = slots
             self._choices.replace(Algorithm.SLOTS, algorithms.SLOTS)
             return
-        # 4. on several nodes, connect the ranks that have the same rank on their nodes
-        across = mpi.tracked(cast("Intracomm", self._comm.Split(node_comm.rank, self._comm.rank)))
+        # 4. on several nodes, connect the ranks that have the same rank on their nodes; MPI then adds the nodes in one
+        #    order in all blocks, so that equal numbers have equal sums wherever they are in the tensor
+        first = node_comm.bcast(self._comm.rank)
+        across = mpi.tracked(cast("Intracomm", self._comm.Split(node_comm.rank, first)))
         self._comms.append(across)
         self._hierarchical = HierarchicalAllReduce(self._comm, slots, across)
         self._choices.replace(Algorithm.HIERARCHICAL, algorithms.HIERARCHICAL)
