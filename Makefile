@@ -31,7 +31,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # One OpenMP thread per rank: N ranks with one thread per core each would oversubscribe the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants generated-mutants lint docs clean
+.PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants generated-mutants lint docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -149,6 +149,11 @@ lint: .venv/.ready ## check style and types
 
 docs: .venv/.ready ## build the documentation site in build/docs, check its links
 	$(openmpi) sphinx-build -W --keep-going -q -b html docs build/docs
+
+dist: .venv/.ready ## build the wheel, which contains the C library, in dist; fails without a C compiler
+	rm -rf build/lib* build/temp.* build/bdist.* dist # a library of an earlier build would be packaged
+	$(openmpi) pip wheel -q --no-deps -w dist .
+	$(openmpi) python -m zipfile -l dist/*.whl | grep -F mpicomm/shm/libnative.so
 
 clean: ## remove the environments and generated files
 	rm -rf .venv .venv-mpich .venv-compat .venv-integrations build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

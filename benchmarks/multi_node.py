@@ -1,7 +1,7 @@
 """Operations on several nodes, with and without shared memory within each node: `srun -N2 --ntasks-per-node=2 ...`.
 
 `python -m benchmarks.multi_node` measures all operations at 64 MiB (`--size`) in one run, with a group that may use
-shared memory (hierarchical operations) and with one that may not. Rank 0 writes
+shared memory (in the hierarchical all_reduce) and with one that may not. Rank 0 writes
 docs/results/multi-node-<nodes>x<ranks of each>-<MPI>.json; the name contains another size.
 """
 

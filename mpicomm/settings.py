@@ -73,7 +73,7 @@ class Settings:
     """0: tensors are sent by MPI only, not through shared memory of the ranks of a node; default 1."""
 
     native: str | None = None
-    """0: the package's C library is not used, and neither is shared memory, which requires it; default 1."""
+    """0: tensors do not use the package's C library, nor shared memory, which requires it; default 1."""
 
     spares: str | None = None
     """The number of processes that wait to replace failed ranks, with `bootstrap(on_failure="recover")`; `mpicomm run

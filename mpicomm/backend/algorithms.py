@@ -13,8 +13,6 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-import torch
-
 from mpicomm import agreement, mpi
 from mpicomm.backend.group_state import check_unbroken
 from mpicomm.backend.hierarchical import HierarchicalAllReduce
@@ -156,8 +154,10 @@ class AlgorithmSelector:
             self.slots = slots
             self._choices.replace(Algorithm.SLOTS, SLOTS)
             return
-        # 4. on several nodes, connect the ranks that have the same rank on their nodes
-        across = mpi.tracked(cast("Intracomm", self._comm.Split(node_comm.rank, self._comm.rank)))
+        # 4. on several nodes, connect the ranks that have the same rank on their nodes; MPI then adds the nodes in one
+        #    order in all blocks, so that equal numbers have equal sums wherever they are in the tensor
+        first = node_comm.bcast(self._comm.rank)
+        across = mpi.tracked(cast("Intracomm", self._comm.Split(node_comm.rank, first)))
         self._comms.append(across)
         self.hierarchical = HierarchicalAllReduce(self._comm, slots, across)
         self._choices.replace(Algorithm.HIERARCHICAL, HIERARCHICAL)
@@ -169,8 +169,7 @@ class AlgorithmSelector:
     def _connect(self, node_comm: Intracomm) -> NativeSlots | None:
         """Return slots of the ranks of a node, or None, with a warning, if they cannot share memory (collective)."""
         try:
-            with torch.inference_mode(False):  # otherwise the memory could not be used outside of inference mode
-                memory = segment.make(node_comm, segment_bytes(node_comm.size))
+            memory = segment.make(node_comm, segment_bytes(node_comm.size))
         except segment.NoSharedMemoryError as error:
             if node_comm.rank == 0:
                 warnings.warn(

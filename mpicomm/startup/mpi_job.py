@@ -143,7 +143,7 @@ def join(
         )
         if plan.needs_nccl(backend):
             devices.refuse_shared(uuids, hosts, [rank_facts.why_cpu for rank_facts in facts])
-        return Plan(hosts, nodes, comm.size - num_spares, backend, indices, warnings=_warnings(facts))
+        return Plan(hosts, nodes, comm.size - num_spares, backend, indices, warnings=_warnings(facts, backend))
 
     if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):
         warnings.warn(warning, stacklevel=3)
@@ -233,10 +233,11 @@ def _form(
 # -- the checks of rank 0 ----------------------------------------------------------------------------------------------
 
 
-def _warnings(facts: list[_Facts]) -> list[str]:
+def _warnings(facts: list[_Facts], backend: str | None) -> list[str]:
     """Return what rank 0 warns of: each cause once, with the lowest rank that has it."""
     causes = [f"rank {rank}: {rank_facts.why_cpu}" for rank, rank_facts in enumerate(facts) if rank_facts.why_cpu][:1]
-    if len(facts) > 1 and (ranks := [rank for rank, rank_facts in enumerate(facts) if rank_facts.lacks_library]):
+    shares_memory = plan.needs_mpi(backend) and len({rank_facts.node for rank_facts in facts}) < len(facts)
+    if shares_memory and (ranks := [rank for rank, rank_facts in enumerate(facts) if rank_facts.lacks_library]):
         causes.append(
             f"rank {ranks[0]}: {shm.MISSING_LIBRARY}.\n"
             f"{shm.LIBRARY_REMEDY} To disable shared memory and this warning, set MPICOMM_NATIVE=0."

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mpicomm.startup import mpi_job
 from tests import nodes
 from tests.failures import ways
 from tests.launching import run_command, run_ranks
@@ -83,6 +84,16 @@ def test_a_library_that_is_missing_on_one_rank() -> None:
     assert outcome.stderr.count("rank 1: the C library of mpicomm was not built") == 1, outcome
     assert outcome.stderr.count("Install a C compiler") == 1, outcome
     assert "the C library" not in run_ranks(2, ["-c", MISSING], env={"MPICOMM_NATIVE": "0"}).stderr
+
+
+@pytest.mark.parametrize(
+    ("backend", "nodes_of_ranks", "warns"), [("mpi", [0, 0], 1), ("gloo", [0, 0], 0), ("mpi", [0, 1], 0)]
+)
+def test_a_missing_library_matters_to_ranks_of_one_node_that_use_mpi(
+    backend: str, nodes_of_ranks: list[int], warns: int
+) -> None:
+    facts = [mpi_job._Facts("host", node, {}, {}, False, None, lacks_library=True) for node in nodes_of_ranks]
+    assert len(mpi_job._warnings(facts, backend)) == warns
 
 
 PROGRESS = """

@@ -197,6 +197,17 @@ def test_sums_of_nodes_are_rounded_once(make: Make, world: mpicomm.World) -> Non
     assert torch.equal(tensor, torch.full((1000,), 1 + 2.0**-7, dtype=torch.bfloat16))
 
 
+@needs_two_nodes
+def test_nodes_are_added_in_one_order_in_all_blocks(make: Make, world: mpicomm.World) -> None:
+    if world.size % 2:
+        pytest.skip("requires nodes of equally many ranks")
+    handle, count = make("two nodes"), world.size // 2
+    path = path_of(handle)
+    path.split_by_node = lambda comm: comm.Split(min(comm.rank, 2 * count - 1 - comm.rank), comm.rank)
+    dist.all_reduce(torch.ones(1000), group=handle)
+    assert path.hierarchical._across.rank == min(world.rank, 2 * count - 1 - world.rank)
+
+
 @pytest.mark.parametrize("setting", ["", "MPICOMM_NATIVE", "MPICOMM_SHARED_MEMORY"])
 def test_promises_with_and_without_the_library(
     make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, setting: str
