@@ -124,7 +124,7 @@ class Executor:
             if not self._is_usable():
                 self._state.check_open()
             # The caller may change its lists before the operation runs.
-            kept = [list(each) if type(each) is list else each for each in arguments]
+            kept = [list(argument) if type(argument) is list else argument for argument in arguments]
             return self._submit(name, dtype, count, root, opts, list(results), functools.partial(run, *kept), "")
         operation = None
         try:
@@ -192,7 +192,7 @@ class Executor:
             run()
             return CompletedWork.of(results)
         work = QueuedWork(results, operation, self)
-        if count <= _FEW and all([each.numel() <= _FEW for each in results]):  # noqa: C419  faster
+        if count <= _FEW and all([tensor.numel() <= _FEW for tensor in results]):  # noqa: C419  faster
             self._kept.append(work)
         self.batch.add(work)
         # Submit last: the worker thread then competes for the GIL.
