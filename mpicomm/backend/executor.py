@@ -319,7 +319,15 @@ class Executor:
             return
         operation = flight_recorder.note(self.record, "destroy", None, 0, None, False, True)
         try:
-            self._take_down()
+            self._kept.clear()
+            if self._worker is not None:
+                self._worker.stop()
+            self.messages.stop()
+            if not self.messages.finish():
+                self._keeps_communicator = True
+            self.node.close()
+            if not self._keeps_communicator:
+                mpi.free(self.comm)
         finally:
             operation.finish()
             self.record.is_closed = True
@@ -354,7 +362,7 @@ class Executor:
         self.messages.stop()
         if self._worker is not None:
             self._worker.give_up(error)
-        self.messages.end(error)
+        self.messages.give_up(error, is_revoked=True)
         # 2. release the shared memory, unless a thread still uses it
         worker = self._worker
         if worker is None or mpi.poll(lambda: worker.is_idle, _LATE_SECONDS):
@@ -364,17 +372,6 @@ class Executor:
     def is_stuck(self) -> bool:
         """Return whether an operation of a broken group is still not complete, after a grace period."""
         return bool(self.record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS)
-
-    def _take_down(self) -> None:
-        self._kept.clear()
-        if self._worker is not None:
-            self._worker.stop()
-        self.messages.stop()
-        if not self.messages.finish():
-            self._keeps_communicator = True
-        self.node.close()
-        if not self._keeps_communicator:
-            mpi.free(self.comm)
 
     def _is_at_rest(self) -> bool:
         """Return whether no MPI call of a broken group is pending."""

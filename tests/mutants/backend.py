@@ -272,7 +272,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Executor._take_down",
+        "Executor.close",
         old="if not self._keeps_communicator:",
         new="if False:",
         fault="The communicator of a destroyed group is never freed.",
