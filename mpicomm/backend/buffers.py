@@ -72,13 +72,13 @@ def without_alias(dense: torch.Tensor, other: torch.Tensor | None) -> torch.Tens
 
 def counts(tensors: Tensors) -> list[int]:
     """Return the number of elements of each tensor."""
-    return [each.numel() for each in tensors]
+    return [tensor.numel() for tensor in tensors]
 
 
 def uneven_counts(tensors: Tensors) -> list[int] | None:
     """Return the tensors' numbers of elements, or None if all are equal: MPI has simpler calls for these."""
-    found = counts(tensors)
-    return None if all(count == found[0] for count in found) else found
+    sizes = counts(tensors)
+    return None if all(size == sizes[0] for size in sizes) else sizes
 
 
 def pack_all(tensors: Tensors) -> torch.Tensor:
@@ -113,8 +113,8 @@ def _common_memory(tensors: Tensors) -> torch.Tensor | None:
     """Return a flat view of tensors that are adjacent in one storage (e.g. from `chunk`); None if they are not."""
     first = tensors[0]
     storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
-    for each in tensors:
-        if not is_dense(each) or each.storage_offset() != place or each.untyped_storage().data_ptr() != storage:
+    for tensor in tensors:
+        if not is_dense(tensor) or tensor.storage_offset() != place or tensor.untyped_storage().data_ptr() != storage:
             return None
-        place += each.numel()
+        place += tensor.numel()
     return first.detach().as_strided((place - first.storage_offset(),), (1,))

@@ -15,54 +15,56 @@ from mpicomm.errors import MpicommError
 T = TypeVar("T")
 
 
-def single(tensors: Any, what: str) -> torch.Tensor:
+def single(tensors: Any, operation: str) -> torch.Tensor:
     """Return a tensor that can be sent, given alone or as a list of one."""
-    return tensor(tensors if isinstance(tensors, torch.Tensor) else only(tensors, what), what)
+    return tensor(tensors if isinstance(tensors, torch.Tensor) else only(tensors, operation), operation)
 
 
-def single_written(tensors: Any, what: str) -> torch.Tensor:
+def single_written(tensors: Any, operation: str) -> torch.Tensor:
     """Return a tensor that can be received into, given alone or as a list of one."""
-    return written(tensors if isinstance(tensors, torch.Tensor) else only(tensors, what), what)
+    return written(tensors if isinstance(tensors, torch.Tensor) else only(tensors, operation), operation)
 
 
-def some(values: Sequence[T], what: str) -> Sequence[T]:
+def some(values: Sequence[T], operation: str) -> Sequence[T]:
     """Return the list if it is not empty."""
     if not values:
-        raise ValueError(f"{what}: expected at least one tensor, got an empty list.\nSkip the call for an empty list.")
+        raise ValueError(
+            f"{operation}: expected at least one tensor, got an empty list.\nSkip the call for an empty list."
+        )
     return values
 
 
-def only_list(lists: Sequence[Any], what: str) -> Any:
+def only_list(lists: Sequence[Any], operation: str) -> Any:
     """Return a list of tensors, given alone or as the only element of a list."""
-    return lists if lists and isinstance(lists[0], torch.Tensor) else only(lists, what)
+    return lists if lists and isinstance(lists[0], torch.Tensor) else only(lists, operation)
 
 
-def only(values: Sequence[T], what: str) -> T:
+def only(values: Sequence[T], operation: str) -> T:
     """Return the element of a list of one; torch's signatures date from several GPUs per process and allow more."""
     if len(values) != 1:
         raise ValueError(
-            f"{what}: expected one tensor (or list) per call, got {len(values)}.\nMake one call per tensor."
+            f"{operation}: expected one tensor (or list) per call, got {len(values)}.\nMake one call per tensor."
         )
     return values[0]
 
 
-def tensor(value: Any, what: str) -> torch.Tensor:
+def tensor(value: Any, operation: str) -> torch.Tensor:
     """Return `value` if it is a tensor that can be sent: dense, not quantized, on cpu or cuda, with storage."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{what}: expected a tensor, got {type(value).__name__}.\nPass a torch.Tensor.")
+        raise TypeError(f"{operation}: expected a tensor, got {type(value).__name__}.\nPass a torch.Tensor.")
     value = torch_internals.arrived(value)
     if value.layout != torch.strided:
         raise ValueError(
-            f"{what}: expected a dense tensor, got layout {value.layout}.\nConvert it with tensor.to_dense()."
+            f"{operation}: expected a dense tensor, got layout {value.layout}.\nConvert it with tensor.to_dense()."
         )
     if value.is_quantized:
         raise ValueError(
-            f"{what}: expected a tensor that is not quantized, got {value.dtype}.\nPass tensor.int_repr() instead."
+            f"{operation}: expected a tensor that is not quantized, got {value.dtype}.\nPass tensor.int_repr() instead."
         )
-    return in_memory(on_known_device(value, what), what)
+    return in_memory(on_known_device(value, operation), operation)
 
 
-def in_memory(value: torch.Tensor, what: str) -> torch.Tensor:
+def in_memory(value: torch.Tensor, operation: str) -> torch.Tensor:
     """Return a tensor if it has storage; fake tensors and wrapper subclasses have none."""
     try:
         address = value.data_ptr()
@@ -70,18 +72,19 @@ def in_memory(value: torch.Tensor, what: str) -> torch.Tensor:
         address = 0
     if not address and value.numel():
         raise ValueError(
-            f"{what}: expected a tensor with elements in memory, got a {type(value).__name__} of shape "
+            f"{operation}: expected a tensor with elements in memory, got a {type(value).__name__} of shape "
             f"{list(value.shape)} without storage (a wrapper subclass, a fake tensor, or a freed storage).\n"
             f"Pass the plain tensor that it wraps."
         )
     return value
 
 
-def on_known_device(value: torch.Tensor, what: str) -> torch.Tensor:
+def on_known_device(value: torch.Tensor, operation: str) -> torch.Tensor:
     """Return a tensor if this backend supports its device."""
     if not (value.is_cpu or value.is_cuda):
         raise ValueError(
-            f"{what}: expected a tensor on cpu or cuda, got one on {value.device}.\nMove it with tensor.cpu() first."
+            f"{operation}: expected a tensor on cpu or cuda, got one on {value.device}.\n"
+            f"Move it with tensor.cpu() first."
         )
     return value
 
@@ -95,39 +98,42 @@ def outside_of_graphs(value: torch.Tensor) -> None:
         )
 
 
-def written(value: Any, what: str) -> torch.Tensor:
+def written(value: Any, operation: str) -> torch.Tensor:
     """Return `value` if it is a tensor that can be received into."""
-    value = tensor(value, what)
+    value = tensor(value, operation)
     is_expanded = 0 in value.stride() and not value.is_contiguous()
     if is_expanded:
         raise ValueError(
-            f"{what}: the output of shape {list(value.shape)} is expanded: several elements share memory.\n"
+            f"{operation}: the output of shape {list(value.shape)} is expanded: several elements share memory.\n"
             f"Pass tensor.contiguous()."
         )
     return value
 
 
-def one_per_rank(tensors: Any, size: int, what: str, argument: str, *, are_written: bool = False) -> list[torch.Tensor]:
+def one_per_rank(
+    tensors: Any, size: int, operation: str, argument: str, *, are_written: bool = False
+) -> list[torch.Tensor]:
     """Return the list if it has one valid tensor per rank."""
     if len(tensors) != size:
         raise ValueError(
-            f"{what}: {argument} has {len(tensors)} tensors, but the group has {size} ranks.\nPass one tensor per rank."
+            f"{operation}: {argument} has {len(tensors)} tensors, but the group has {size} ranks.\n"
+            f"Pass one tensor per rank."
         )
     check = written if are_written else tensor
-    return [check(each, what) for each in tensors]
+    return [check(tensor, operation) for tensor in tensors]
 
 
-def lists_per_rank(lists: Sequence[Any], size: int, length: int, what: str, argument: str) -> None:
+def lists_per_rank(lists: Sequence[Any], size: int, length: int, operation: str, argument: str) -> None:
     """Check that there is one list per rank, each of `length` tensors."""
-    lengths = [len(each) for each in lists]
+    lengths = [len(tensors) for tensors in lists]
     if lengths != [length] * size:
         raise ValueError(
-            f"{what}: {argument} has lists of {lengths} tensors, but the group has {size} ranks "
+            f"{operation}: {argument} has lists of {lengths} tensors, but the group has {size} ranks "
             f"and the call has {length} inputs.\nPass {size} lists of {length} tensors."
         )
 
 
-def distinct(outputs: Sequence[torch.Tensor], what: str, argument: str) -> None:
+def distinct(outputs: Sequence[torch.Tensor], operation: str, argument: str) -> None:
     """Check that no two outputs share memory: the later result would overwrite the earlier one.
 
     Strided views whose address ranges interleave (e.g. the columns of a matrix) are not analysed element by element:
@@ -136,13 +142,13 @@ def distinct(outputs: Sequence[torch.Tensor], what: str, argument: str) -> None:
     for (_, one), (_, other) in itertools.pairwise(_by_address(outputs)):
         if _share(outputs[one], outputs[other]):
             raise ValueError(
-                f"{what}: {argument}[{min(one, other)}] and {argument}[{max(one, other)}] share memory.\n"
+                f"{operation}: {argument}[{min(one, other)}] and {argument}[{max(one, other)}] share memory.\n"
                 f"Pass tensors with separate storage, such as [torch.empty_like(t) for _ in range(n)]; "
                 f"[t] * n repeats one tensor n times."
             )
 
 
-def unread(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], what: str) -> None:
+def unread(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], operation: str) -> None:
     """Check that no output overlaps the input of another pair, which may be read after the output is written.
 
     Args:
@@ -156,14 +162,14 @@ def unread(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], wha
                 break
             if other // share != index:
                 raise ValueError(
-                    f"{what}: output {other} and input {index} share memory.\n"
+                    f"{operation}: output {other} and input {index} share memory.\n"
                     f"Pass outputs that do not overlap the input of another pair."
                 )
 
 
 def _by_address(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Return (address, index) of the tensors that have elements, in ascending order."""
-    return sorted((each.data_ptr(), index) for index, each in enumerate(tensors) if each.numel())
+    return sorted((tensor.data_ptr(), index) for index, tensor in enumerate(tensors) if tensor.numel())
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -172,51 +178,54 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr()
 
 
-def same_share(counts: Sequence[int], source_counts: Sequence[int], rank: int, what: str) -> None:
+def same_share(counts: Sequence[int], source_counts: Sequence[int], rank: int, operation: str) -> None:
     """Check that a rank receives as many elements from itself as it sends to itself."""
     if counts[rank] != source_counts[rank]:
         raise ValueError(
-            f"{what}: this rank sends itself {source_counts[rank]} elements, but expects {counts[rank]} from itself.\n"
+            f"{operation}: this rank sends itself {source_counts[rank]} elements, but expects {counts[rank]} from "
+            f"itself.\n"
             f"For each pair of ranks, make the output size equal to the input size on the sender."
         )
 
 
-def same_dtype(one: torch.Tensor, other: torch.Tensor, what: str, argument: str) -> None:
+def same_dtype(one: torch.Tensor, other: torch.Tensor, operation: str, argument: str) -> None:
     """Check that two tensors have the same dtype."""
     if one.dtype != other.dtype:
         raise ValueError(
-            f"{what}: {argument} holds {dtypes.short(one.dtype)}, but the tensor is {dtypes.short(other.dtype)}.\n"
+            f"{operation}: {argument} holds {dtypes.short(one.dtype)}, but the tensor is {dtypes.short(other.dtype)}.\n"
             f"Convert one of them with tensor.to(dtype)."
         )
 
 
-def same_size(one: torch.Tensor, other: torch.Tensor, what: str, argument: str) -> None:
+def same_size(one: torch.Tensor, other: torch.Tensor, operation: str, argument: str) -> None:
     """Check that two tensors have the same number of elements."""
     if one.numel() != other.numel():
         raise ValueError(
-            f"{what}: {argument} has {one.numel()} elements (shape {list(one.shape)}), "
+            f"{operation}: {argument} has {one.numel()} elements (shape {list(one.shape)}), "
             f"but the tensor has {other.numel()} (shape {list(other.shape)}).\nPass tensors of equal size."
         )
 
 
-def matching(tensors: Sequence[torch.Tensor], own: torch.Tensor, rank: int, what: str, argument: str) -> None:
+def matching(tensors: Sequence[torch.Tensor], own: torch.Tensor, rank: int, operation: str, argument: str) -> None:
     """Check a list with a tensor for each rank: equal dtypes, and this rank's as large as its own tensor."""
     for tensor in tensors:
-        same_dtype(tensor, own, what, argument)
-    same_size(tensors[rank], own, what, f"{argument}[{rank}]")
+        same_dtype(tensor, own, operation, argument)
+    same_size(tensors[rank], own, operation, f"{argument}[{rank}]")
 
 
-def multiple(large: torch.Tensor, small: torch.Tensor, size: int, what: str, large_name: str, small_name: str) -> None:
+def multiple(
+    large: torch.Tensor, small: torch.Tensor, size: int, operation: str, large_name: str, small_name: str
+) -> None:
     """Check that `large` has the dtype of `small` and `size` times its number of elements: one block per rank."""
-    same_dtype(large, small, what, large_name)
+    same_dtype(large, small, operation, large_name)
     if large.numel() != size * small.numel():
         raise ValueError(
-            f"{what}: {large_name} has {large.numel()} elements, but {small_name} has {small.numel()} "
+            f"{operation}: {large_name} has {large.numel()} elements, but {small_name} has {small.numel()} "
             f"and the group has {size} ranks.\nPass {large_name} with {size * small.numel()} elements."
         )
 
 
-def splits(sizes: Sequence[int], tensor: torch.Tensor, size: int, what: str, argument: str) -> list[int]:
+def splits(sizes: Sequence[int], tensor: torch.Tensor, size: int, operation: str, argument: str) -> list[int]:
     """Return the number of elements of each rank's part of a tensor that is split along dimension 0.
 
     Args:
@@ -226,32 +235,32 @@ def splits(sizes: Sequence[int], tensor: torch.Tensor, size: int, what: str, arg
     if not sizes:
         if rows % size:
             raise ValueError(
-                f"{what}: the tensor has {rows} rows, which are not divisible by the group size {size}.\n"
+                f"{operation}: the tensor has {rows} rows, which are not divisible by the group size {size}.\n"
                 f"Pass {argument}."
             )
         return [tensor.numel() // size] * size
     if len(sizes) != size or sum(sizes) != rows or min(sizes) < 0:
         raise ValueError(
-            f"{what}: {argument}={list(sizes)} does not split {rows} rows among the group's {size} ranks.\n"
+            f"{operation}: {argument}={list(sizes)} does not split {rows} rows among the group's {size} ranks.\n"
             f"Pass {size} non-negative sizes with sum {rows}."
         )
-    return [each * (tensor.numel() // rows if rows else 0) for each in sizes]
+    return [num_rows * (tensor.numel() // rows if rows else 0) for num_rows in sizes]
 
 
-def rank(value: int, size: int, what: str, argument: str) -> int:
+def rank(value: int, size: int, operation: str, argument: str) -> int:
     """Return `value` if it is a rank of the group."""
     if not 0 <= value < size:
         raise ValueError(
-            f"{what}: {argument}={value} is out of range for this group.\nPass a rank from 0 to {size - 1}."
+            f"{operation}: {argument}={value} is out of range for this group.\nPass a rank from 0 to {size - 1}."
         )
     return value
 
 
-def tag(value: int, what: str) -> int:
+def tag(value: int, operation: str) -> int:
     """Return `value` if it is a valid tag for user messages."""
     largest = mpi_calls.largest_tag()
     if not 0 <= value <= largest:
-        raise ValueError(f"{what}: tag={value} is out of range for this MPI.\nPass a tag from 0 to {largest}.")
+        raise ValueError(f"{operation}: tag={value} is out of range for this MPI.\nPass a tag from 0 to {largest}.")
     return value
 
 
@@ -260,6 +269,6 @@ def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
     for value in values:
         if isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, list | tuple) and (found := first_tensor(value)) is not None:
-            return found
+        if isinstance(value, list | tuple) and (tensor := first_tensor(value)) is not None:
+            return tensor
     return None

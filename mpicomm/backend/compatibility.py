@@ -59,8 +59,8 @@ def explained() -> Iterator[None]:
     except Exception as error:
         if torch_version() <= NEWEST:
             raise
-        what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-        raise _error(f"cannot create the process group ({what})") from error
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+        raise _error(f"cannot create the process group ({reason})") from error
 
 
 def _has(name: str) -> bool:

@@ -159,8 +159,8 @@ def _delegate(name: str, inner_name: str) -> None:
 
 
 for _name in (*(operation.method for operation in TABLE), *_MESSAGES):
-    for _each in dict.fromkeys((_name, torch_internals.RENAMED.get(_name, _name))):
-        _delegate(_each, torch_internals.own_name(_name))
+    for _alias in dict.fromkeys((_name, torch_internals.RENAMED.get(_name, _name))):
+        _delegate(_alias, torch_internals.own_name(_name))
 
 torch_internals.hide_from_compiler(CompositeProcessGroup)
 torch_internals.coalesce_batches_of(CompositeProcessGroup)

@@ -167,7 +167,7 @@ class DenseCollectives:
     def scatter(self, output: torch.Tensor, sources: Tensors, root: int) -> None:
         """Send `sources[r]` of the root to rank r's output; `sources` is empty on other ranks."""
         if self.node.select("scatter", _UNKNOWN_BYTES) is Algorithm.SLOTS:
-            tensors = [self._unshared(each, output) for each in sources]
+            tensors = [self._unshared(source, output) for source in sources]
             if self._slots.scatter(output, tensors, root):
                 return
         if not sources:
@@ -211,8 +211,8 @@ class DenseCollectives:
         """Return a block of this rank, or a copy if slots would write over a part of it before they read that part."""
         if source.nbytes <= self._slots.step_bytes:
             return source
-        for each in outputs:
-            if buffers.overlap(source, each) and (source.data_ptr() - each.data_ptr()) % source.nbytes:
+        for other in outputs:
+            if buffers.overlap(source, other) and (source.data_ptr() - other.data_ptr()) % source.nbytes:
                 return source.detach().clone()
         return source
 
@@ -238,7 +238,7 @@ class DenseCollectives:
     @staticmethod
     def _is_even(tensors: Tensors) -> bool:
         nbytes = tensors[0].nbytes
-        return all([each.nbytes == nbytes for each in tensors])  # noqa: C419  faster
+        return all([tensor.nbytes == nbytes for tensor in tensors])  # noqa: C419  faster
 
     # -- small lists: one copy through a buffer that is kept -----------------------------------------------------
 
@@ -248,7 +248,7 @@ class DenseCollectives:
         return (
             nbytes * self._size <= _STAGED_BYTES
             and block.is_cpu
-            and all([each.nbytes == nbytes and each.is_cpu for each in tensors])  # noqa: C419  faster
+            and all([tensor.nbytes == nbytes and tensor.is_cpu for tensor in tensors])  # noqa: C419  faster
         )
 
     def _staging_of(self, block: torch.Tensor) -> object:

@@ -124,7 +124,7 @@ class Executor:
             if not self._is_usable():
                 self._state.check_open()
             # The caller may change its lists before the operation runs.
-            kept = [list(each) if type(each) is list else each for each in arguments]
+            kept = [list(argument) if type(argument) is list else argument for argument in arguments]
             return self._submit(name, dtype, count, root, opts, list(results), functools.partial(run, *kept), "")
         operation = None
         try:
@@ -192,7 +192,7 @@ class Executor:
             run()
             return CompletedWork.of(results)
         work = QueuedWork(results, operation, self)
-        if count <= _FEW and all([each.numel() <= _FEW for each in results]):  # noqa: C419  faster
+        if count <= _FEW and all([tensor.numel() <= _FEW for tensor in results]):  # noqa: C419  faster
             self._kept.append(work)
         self.batch.add(work)
         # Submit last: the worker thread then competes for the GIL.
@@ -319,7 +319,15 @@ class Executor:
             return
         operation = flight_recorder.note(self.record, "destroy", None, 0, None, False, True)
         try:
-            self._take_down()
+            self._kept.clear()
+            if self._worker is not None:
+                self._worker.stop()
+            self.messages.stop()
+            if not self.messages.finish():
+                self._keeps_communicator = True
+            self.node.close()
+            if not self._keeps_communicator:
+                mpi.free(self.comm)
         finally:
             operation.finish()
             self.record.is_closed = True
@@ -354,7 +362,7 @@ class Executor:
         self.messages.stop()
         if self._worker is not None:
             self._worker.give_up(error)
-        self.messages.end(error)
+        self.messages.give_up(error, is_revoked=True)
         # 2. release the shared memory, unless a thread still uses it
         worker = self._worker
         if worker is None or mpi.poll(lambda: worker.is_idle, _LATE_SECONDS):
@@ -364,17 +372,6 @@ class Executor:
     def is_stuck(self) -> bool:
         """Return whether an operation of a broken group is still not complete, after a grace period."""
         return bool(self.record.broken) and not mpi.poll(self._is_at_rest, _LATE_SECONDS)
-
-    def _take_down(self) -> None:
-        self._kept.clear()
-        if self._worker is not None:
-            self._worker.stop()
-        self.messages.stop()
-        if not self.messages.finish():
-            self._keeps_communicator = True
-        self.node.close()
-        if not self._keeps_communicator:
-            mpi.free(self.comm)
 
     def _is_at_rest(self) -> bool:
         """Return whether no MPI call of a broken group is pending."""

@@ -140,9 +140,11 @@ def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future
     """
     if len(futures) == 1:
         return futures[0]
-    if futures and all(isinstance(each, OrderedFuture) for each in futures):
-        return futures[-1].then(lambda _: [each.value() for each in futures])  # the queue completes futures in order
-    return torch.futures.collect_all(list(futures)).then(lambda _: [each.value() for each in futures])
+    if futures and all(isinstance(future, OrderedFuture) for future in futures):
+        return futures[-1].then(
+            lambda _: [future.value() for future in futures]
+        )  # the queue completes futures in order
+    return torch.futures.collect_all(list(futures)).then(lambda _: [future.value() for future in futures])
 
 
 @contextlib.contextmanager
@@ -199,7 +201,7 @@ def before(queue: Any) -> list[FutureCallback]:
 
 def _of_others(queue: Any) -> list[FutureCallback]:
     thread = threading.get_ident()
-    return [each for each in pending if each.thread == thread and each.queue is not queue]
+    return [callback for callback in pending if callback.thread == thread and callback.queue is not queue]
 
 
 def _nothing() -> None:

@@ -105,9 +105,9 @@ def _passes(comm: Intracomm, device: torch.device) -> bool:
 
 def _warn_of_allocators() -> None:
     """Warn of allocator settings whose memory CUDA IPC cannot export: the ranks of a node then transfer by the host."""
-    given = ",".join(os.environ.get(name, "") for name in _ALLOCATORS).replace(" ", "")
+    configured = ",".join(os.environ.get(name, "") for name in _ALLOCATORS).replace(" ", "")
     for setting in _NOT_EXPORTED:
-        if setting in given:
+        if setting in configured:
             warnings.warn(
                 f"{' or '.join(_ALLOCATORS)} has {setting}: CUDA IPC cannot export such memory, so transfers of GPU "
                 f"tensors are about 100 times slower. Remove this setting, or set MPICOMM_GPU_AWARE=0.",

@@ -24,13 +24,13 @@ def check_unbroken(record: flight_recorder.Group) -> None:
     if not record.broken:
         return
     flight_recorder.refuse_children()
-    what = f"group {record.name} cannot be used any more: {record.broken}."
+    message = f"group {record.name} cannot be used any more: {record.broken}."
     if record.has_ended:
-        raise MpicommError(f"{what}\nUse the default group, or create a new one with torch.distributed.new_group().")
+        raise MpicommError(f"{message}\nUse the default group, or create a new one with torch.distributed.new_group().")
     failures = rank_failures.current()
     if failures is not None and failures.has_any.is_set():
         raise failures.error()
-    raise MpicommError(f"{what}\nEnd the job.")
+    raise MpicommError(f"{message}\nEnd the job.")
 
 
 class GroupState:
@@ -136,8 +136,8 @@ class GroupState:
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that timed out, and mark the group as unusable."""
         # 1. mark the group; the program receives the error and may continue, so the watchdog must not abort the job
-        what = hang_report.operation(operation.describe(0.0))
-        self.record.broken = f"{what} timed out after {seconds:g} s"
+        call = hang_report.operation(operation.describe(0.0))
+        self.record.broken = f"{call} timed out after {seconds:g} s"
         operation.limit = None
         # 2. ask the watchdog for the missing ranks, and tell it that the group is broken
         watch = agent.current()
@@ -153,7 +153,7 @@ class GroupState:
             )
         # PyTorch's tests of timeouts search for " timeout ".
         return TimeoutError(
-            f"{what} timed out after {seconds:g} s: {len(missing)} of {self._comm.size} ranks did not reach it: "
+            f"{call} timed out after {seconds:g} s: {len(missing)} of {self._comm.size} ranks did not reach it: "
             f"{hang_report.called(missing)}.\n{table}\nThe group cannot be used any more.\n"
             f"Check that the missing ranks call it too, or increase the timeout of the operation."
         )

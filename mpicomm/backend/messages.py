@@ -156,25 +156,24 @@ class PendingMessages:
         warnings.warn(
             f"group {self._record.name} is destroyed with {len(self._in_flight)} messages in flight. "
             f"Call wait() on the works of isend and irecv first.",
-            stacklevel=4,
+            stacklevel=3,
         )
         _abandoned.extend(self._in_flight)
         return False
 
-    def give_up(self, error: Exception) -> None:
-        """Complete the messages in flight with an error."""
-        if self._in_flight:
+    def give_up(self, error: Exception, *, is_revoked: bool = False) -> None:
+        """Complete the messages in flight with an error.
+
+        Args:
+            is_revoked: Whether their communicator has been revoked: MPI then completes them with an error.
+        """
+        if is_revoked:
+            self.advance()
+        elif self._in_flight:
             mpi.abandon()
         for message in list(self._in_flight):
             message.give_up(error)
         _abandoned.extend(self._in_flight)  # MPI may still read and write their memory
-
-    def end(self, error: Exception) -> None:
-        """Complete the messages in flight with an error, after their communicator has been revoked."""
-        self.advance()  # MPI completes them with an error
-        for message in list(self._in_flight):
-            message.give_up(error)
-        _abandoned.extend(self._in_flight)
 
     def _get_poller(self) -> Poller:
         with self._starting:

@@ -190,12 +190,12 @@ class Operation:
         """Return the arguments of `check`, and the options, of a call of the method."""
         count = len(self.parameters)
         tensors = dict(zip(self.parameters, arguments, strict=False))
-        given = dict(zip(self.fields, arguments[count:], strict=False))
-        given["opts"] = arguments[count] if len(arguments) > count else None
+        fields = dict(zip(self.fields, arguments[count:], strict=False))
+        fields["opts"] = arguments[count] if len(arguments) > count else None
         for key, value in keywords.items():
-            (tensors if key in self.parameters else given)[_FIELDS.get(key, key)] = value
+            (tensors if key in self.parameters else fields)[_FIELDS.get(key, key)] = value
         tensors = {name: tensors[name] for name in self.parameters if name in tensors}  # in their order
-        return tensors, torch_internals.options(self.options, **given)
+        return tensors, torch_internals.options(self.options, **fields)
 
     def describe(self, dense: DenseCollectives, opts: Any, arguments: Mapping[str, Any]) -> Collective:
         """Check the arguments of a call, before any communication, and return the call."""

@@ -288,8 +288,8 @@ def _add_method(operation: Operation) -> None:
         return self._call(operation, args, keywords)
 
     method.__doc__ = operation.documentation
-    for each in {name, torch_internals.RENAMED.get(name, name)}:
-        setattr(MPIProcessGroup, each, method)
+    for alias in {name, torch_internals.RENAMED.get(name, name)}:
+        setattr(MPIProcessGroup, alias, method)
 
 
 for _operation in TABLE:

@@ -176,7 +176,7 @@ def _fold(bits: Any, dtype: torch.dtype) -> None:
     bits ^= (bits >> (8 * dtype.itemsize - 1)) & torch.iinfo(dtype).max
 
 
-def plan(op: Any, dtype: torch.dtype, size: int, what: str, *, is_sparse: bool = False) -> Reduction:
+def plan(op: Any, dtype: torch.dtype, size: int, operation: str, *, is_sparse: bool = False) -> Reduction:
     """Return how to reduce tensors of `dtype` with `op` over `size` ranks.
 
     Integer averages are the sum divided by the size, rounded toward zero; for dtypes of less than 64 bits the sum
@@ -186,7 +186,7 @@ def plan(op: Any, dtype: torch.dtype, size: int, what: str, *, is_sparse: bool =
 
     Args:
         op: A `torch.distributed.ReduceOp`.
-        what: The operation's name, for error messages.
+        operation: The operation's name, for error messages.
         is_sparse: Whether the tensors are sparse; these support sums only.
 
     Raises:
@@ -194,8 +194,8 @@ def plan(op: Any, dtype: torch.dtype, size: int, what: str, *, is_sparse: bool =
     """
     name = torch_internals.reduce_op_name(op)
     if is_sparse and name not in _SUMS:
-        raise ValueError(f"{what}: {name} is not defined for sparse tensors.\nUse one of {', '.join(_SUMS)}.")
-    base = _plan(name, dtype, size, what)
+        raise ValueError(f"{operation}: {name} is not defined for sparse tensors.\nUse one of {', '.join(_SUMS)}.")
+    base = _plan(name, dtype, size, operation)
     return dataclasses.replace(base, factor=_factor(op)) if name == "PREMUL_SUM" else base
 
 
@@ -206,19 +206,19 @@ def _factor(op: Any) -> Any:
 
 
 @functools.cache
-def _plan(name: str, dtype: torch.dtype, size: int, what: str) -> Reduction:
+def _plan(name: str, dtype: torch.dtype, size: int, operation: str) -> Reduction:
     wide = None if name in _ORDERED and dtype in _SORT_KEYS else _wide(name, dtype)
     keys = _SORT_KEYS.get(wide or dtype) if name in _ORDERED else None
     datatype = dtypes.arithmetic(keys or wide or dtype)
     mpi_name = (_BOOL_OPS if dtype == torch.bool else _MPI_OPS).get(name)
     if datatype is None:
         raise ValueError(
-            f"{what}: {dtypes.short(dtype)} tensors can be moved but not reduced.\n"
+            f"{operation}: {dtypes.short(dtype)} tensors can be moved but not reduced.\n"
             f"Convert them to a dtype that MPI can reduce, such as float32."
         )
     if mpi_name is None or _is_meaningless(name, dtype):
         raise ValueError(
-            f"{what}: {name} is not defined for {dtypes.short(dtype)} tensors.\n"
+            f"{operation}: {name} is not defined for {dtypes.short(dtype)} tensors.\n"
             f"For {dtypes.short(dtype)}, use one of {', '.join(_meaningful(dtype))}."
         )
     divisor = size if name == "AVG" else 1

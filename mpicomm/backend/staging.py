@@ -203,7 +203,7 @@ class Staged(Transport):
     def _in_chunks(self, make: Make, tensors: Tensors, uses: Sequence[Use], chunks: Sequence[slice]) -> Call:
         if len(chunks) > 1:
             tensors = self._without_hazards(tensors, uses)
-        parts = [self._part(each, use, self._mover(each.device)) for each, use in zip(tensors, uses, strict=True)]
+        parts = [self._part(tensor, use, self._mover(tensor.device)) for tensor, use in zip(tensors, uses, strict=True)]
         return functools.partial(_run, make, parts, chunks)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -238,12 +238,12 @@ class Staged(Transport):
     def _without_hazards(self, tensors: Tensors, uses: Sequence[Use]) -> list[torch.Tensor]:
         """Return the tensors, with copies of the inputs that the output of an earlier chunk would overwrite."""
         outputs = [tensor for tensor, use in zip(tensors, uses, strict=True) if use.writes and not use.reads]
-        found = []
+        result = []
         for tensor, use in zip(tensors, uses, strict=True):
             width = tensor.nbytes // (self._size if use.is_spread else 1)
-            is_overwritten = not use.writes and any(_is_shifted(tensor, each, width) for each in outputs)
-            found.append(tensor.detach().clone() if is_overwritten else tensor)
-        return found
+            is_overwritten = not use.writes and any(_is_shifted(tensor, output, width) for output in outputs)
+            result.append(tensor.detach().clone() if is_overwritten else tensor)
+        return result
 
     def _cut(self, tensor: torch.Tensor, use: Use, num_blocks: int) -> list[slice]:
         """Return the columns of each chunk; all tensors have the same width, so all ranks compute the same chunks."""

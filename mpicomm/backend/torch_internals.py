@@ -173,7 +173,7 @@ def future_of(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
 
 def gpus_of(tensors: Sequence[torch.Tensor]) -> list[int | str | torch.device]:
     """Return the GPUs that hold these tensors, without duplicates."""
-    return list(dict.fromkeys(each.device for each in tensors if each.is_cuda))
+    return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
 
 
 def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
@@ -239,9 +239,9 @@ def next_node() -> int:
 
 def put_node(outputs: Sequence[torch.Tensor], number: int) -> None:
     """Set the sequence number of the autograd node that computed the outputs."""
-    for each in outputs:
-        if each.grad_fn is not None:
-            each.grad_fn._set_sequence_nr(number)  # type: ignore[attr-defined]
+    for output in outputs:
+        if output.grad_fn is not None:
+            output.grad_fn._set_sequence_nr(number)  # type: ignore[attr-defined]
             return
 
 
@@ -439,7 +439,7 @@ def _plain_group() -> dist.ProcessGroup:
 
 @functools.cache
 def _group_index(operator: torch._ops.OpOverload) -> int:
-    return [each.name for each in operator._schema.arguments].index("process_group")
+    return [argument.name for argument in operator._schema.arguments].index("process_group")
 
 
 @functools.cache
@@ -527,8 +527,8 @@ def coalesce_batches_of(kind: type[dist.ProcessGroup]) -> None:
         if not isinstance(group, kind):
             return torchs(p2p_op_list)
         dist.distributed_c10d._check_p2p_op_list(p2p_op_list)
-        inner = [each for each in p2p_op_list if _is_coalesced(group, each)]
-        others = [each for each in p2p_op_list if not _is_coalesced(group, each)]
+        inner = [message for message in p2p_op_list if _is_coalesced(group, message)]
+        others = [message for message in p2p_op_list if not _is_coalesced(group, message)]
         return [*_coalesced(group, inner), *(torchs(others) if others else [])]
 
     dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batch_isend_irecv
@@ -544,9 +544,9 @@ def _coalesced(group: dist.ProcessGroup, messages: Sequence[dist.P2POp]) -> list
         return []
     device = messages[0].tensor.device
     with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as joint:
-        for each in messages:
-            peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
-            each.op(each.tensor, group=each.group, tag=each.tag, **peer)
+        for message in messages:
+            peer = {"group_dst" if message.op is dist.isend else "group_src": message.group_peer}
+            message.op(message.tensor, group=message.group, tag=message.tag, **peer)
     return joint.works
 
 

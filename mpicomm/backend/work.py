@@ -133,8 +133,8 @@ class QueuedWork(BackendWork):
         if isinstance(self._error, Exception):
             return self._error
         # Of a signal handler on the thread that ran the operation; futures hold no such exceptions.
-        what = f"the operation was interrupted by {type(self._error).__name__}"
-        return MpicommError(f"{what}.\nEnd the job: the ranks may be out of step.")
+        message = f"the operation was interrupted by {type(self._error).__name__}"
+        return MpicommError(f"{message}.\nEnd the job: the ranks may be out of step.")
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Wait until the operation has completed.

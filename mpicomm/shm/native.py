@@ -95,19 +95,19 @@ class SlotState(ctypes.Structure):
 def library() -> ctypes.CDLL | None:
     """Return the library; None if it was not built, or was built for another system or from another source."""
     try:
-        found = ctypes.CDLL(str(LIBRARY))
-        found.mpicomm_source_crc.restype = ctypes.c_uint32
+        native = ctypes.CDLL(str(LIBRARY))
+        native.mpicomm_source_crc.restype = ctypes.c_uint32
     except (OSError, AttributeError):
         return None
-    sources = [each.read_bytes() for each in SOURCES if each.exists()]
-    if len(sources) == len(SOURCES) and found.mpicomm_source_crc() != zlib.crc32(b"".join(sources)):
+    sources = [path.read_bytes() for path in SOURCES if path.exists()]
+    if len(sources) == len(SOURCES) and native.mpicomm_source_crc() != zlib.crc32(b"".join(sources)):
         return None
-    found.mpicomm_sum.argtypes = (
+    native.mpicomm_sum.argtypes = (
         ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int
     )  # fmt: skip
-    found.mpicomm_sum.restype = None
-    found.mpicomm_start.argtypes = (
+    native.mpicomm_sum.restype = None
+    native.mpicomm_start.argtypes = (
         ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64
     )  # fmt: skip
-    found.mpicomm_continue.argtypes = (ctypes.c_void_p,)
-    return found
+    native.mpicomm_continue.argtypes = (ctypes.c_void_p,)
+    return native

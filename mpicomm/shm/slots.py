@@ -123,9 +123,11 @@ class NativeSlots:
     def all_gather(self, tensor: torch.Tensor, source: torch.Tensor | None = None) -> bool:
         """Fill a tensor that has a block for each rank with each rank's source, or the block in its place if None."""
         address, nbytes = tensor.data_ptr(), tensor.nbytes // self.size
-        mine = address + nbytes * self.rank if source is None else source.data_ptr()
+        own_block = address + nbytes * self.rank if source is None else source.data_ptr()
         are_on_host = tensor.is_cpu and (source is None or source.is_cpu)
-        ran = self._run(native.moving(native.ALL_GATHER, tensor.dtype), mine if are_on_host else None, address, nbytes)
+        ran = self._run(
+            native.moving(native.ALL_GATHER, tensor.dtype), own_block if are_on_host else None, address, nbytes
+        )
         _note_write(tensor)
         return ran
 
@@ -168,8 +170,8 @@ class NativeSlots:
         blocks, are_on_host = _blocks(tensors)
         address = source.data_ptr() if are_on_host and source.is_cpu else None
         ran = self._run(call | native.IS_LIST, address, blocks.buffer_info()[0], source.nbytes)
-        for each in tensors:
-            _note_write(each)
+        for tensor in tensors:
+            _note_write(tensor)
         return ran
 
     def _run(self, call: int, source: int | None, out: int | None, count: int) -> bool:
@@ -193,10 +195,10 @@ class NativeSlots:
 def _blocks(tensors: Sequence[torch.Tensor]) -> tuple[array[int], bool]:
     """Return the addresses and sizes of tensors for the library, and whether all are on the host."""
     blocks = array("Q")
-    for each in tensors:
-        blocks.append(each.data_ptr())
-        blocks.append(each.nbytes)
-    return blocks, all([each.is_cpu for each in tensors])  # noqa: C419  faster
+    for tensor in tensors:
+        blocks.append(tensor.data_ptr())
+        blocks.append(tensor.nbytes)
+    return blocks, all([tensor.is_cpu for tensor in tensors])  # noqa: C419  faster
 
 
 def _note_write(tensor: torch.Tensor) -> None:

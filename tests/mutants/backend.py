@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     Mutant(
         "future_callbacks.all_of",
-        old="torch.futures.collect_all(list(futures)).then(lambda _: [each.value() for each in futures])",
+        old="torch.futures.collect_all(list(futures)).then(lambda _: [future.value() for future in futures])",
         new="torch.futures.collect_all(list(futures))",
         fault="A future of several messages succeeds although one has failed.",
         tests="tests/unit/test_failed_futures.py",
@@ -232,7 +232,7 @@ MUTANTS = [
     ),
     Mutant(
         "DenseCollectives._fits_staging",
-        old="all([each.nbytes == nbytes and each.is_cpu for each in tensors])",
+        old="all([tensor.nbytes == nbytes and tensor.is_cpu for tensor in tensors])",
         new="True",
         fault="Lists of small tensors of different sizes are copied as if all had the size of this rank's tensor.",
         tests="tests/mpi/test_collectives.py -k uneven",
@@ -272,7 +272,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Executor._take_down",
+        "Executor.close",
         old="if not self._keeps_communicator:",
         new="if False:",
         fault="The communicator of a destroyed group is never freed.",
@@ -303,7 +303,7 @@ MUTANTS = [
     ),
     Mutant(
         "Executor.submit_plain",
-        old="[list(each) if type(each) is list else each for each in arguments]",
+        old="[list(argument) if type(argument) is list else argument for argument in arguments]",
         new="arguments",
         fault="A queued operation reads the caller's list of tensors when it runs, after the caller has changed it.",
         tests="tests/mpi/test_async.py -k test_the_lists_of_a_queued_operation",
@@ -414,15 +414,15 @@ for callback in after:
     ),
     Mutant(
         "_of_others",
-        old="each.thread == thread and each.queue is not queue",
-        new="each.queue is not queue",
+        old="callback.thread == thread and callback.queue is not queue",
+        new="callback.queue is not queue",
         fault="Threads with separate groups wait for each other's callbacks, in orders that differ between ranks.",
         tests="tests/mpi/test_async.py -k test_threads_do_not_wait",
         ranks=4,
     ),
     Mutant(
         "_of_others",
-        old="[each for each in pending if each.thread == thread and each.queue is not queue]",
+        old="[callback for callback in pending if callback.thread == thread and callback.queue is not queue]",
         new="[]",
         fault="Callbacks of two groups run in arbitrary order.",
         tests="tests/mpi/test_async.py -k test_callbacks_of_two_groups",
@@ -464,7 +464,7 @@ for work in self._watched:
     # -- buffers.py -----------------------------------------------------------------------------------------
     Mutant(
         "_common_memory",
-        old=("each.storage_offset() != place"),
+        old=("tensor.storage_offset() != place"),
         new="False",
         fault="Parts of one storage with gaps between them, or in another order, are treated as one dense tensor.",
         tests="tests/mpi/test_matrix.py -k 'test_reduce_scatter and float32'",
@@ -542,7 +542,7 @@ _divide(dense, self.divisor)
     ),
     Mutant(
         "_messages",
-        old="mpi.api().Request.Waitall(requests)",
+        old="_api().Request.Waitall(requests)",
         fault="An exchange of parts that are too long for one call returns before its messages have completed.",
         tests="tests/mpi/test_all_to_all.py -k test_even_parts",
         ranks=4,

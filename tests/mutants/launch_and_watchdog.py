@@ -953,7 +953,7 @@ else:
     ),
     Mutant(
         "native.library",
-        old="len(sources) == len(SOURCES) and found.mpicomm_source_crc() != zlib.crc32(b''.join(sources))",
+        old="len(sources) == len(SOURCES) and native.mpicomm_source_crc() != zlib.crc32(b''.join(sources))",
         new="False",
         fault="After an update, a C library of the earlier version is used.",
         tests="tests/unit/test_native.py -k another_source",

@@ -334,7 +334,7 @@ MUTANTS = [
     ),
     Mutant(
         "ThreadDevice.enter",
-        old="prepare_thread_for_events(self._device)",
+        old="prepare_thread_for_events(self.device)",
         fault="The thread that runs operations creates a context on GPU 0, in memory of another rank.",
         tests="tests/unit/test_gpus.py",
     ),
