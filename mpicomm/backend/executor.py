@@ -65,10 +65,10 @@ class Executor:
         self._comm = comm
         self._on_close = on_close
         self._record = record
-        self._debug_check = DebugCheck(comm, list(record.ranks)) if settings.compares_calls else None
+        self._debug_check = DebugCheck(comm, list(record.ranks)) if settings.debug else None
         # Whether collectives run without a preceding check or barrier.
-        self._is_simple = self._debug_check is None and not settings.raises_timeouts
-        self._state = GroupState(comm, record, raises_timeouts=settings.raises_timeouts)
+        self._is_simple = self._debug_check is None and settings.on_timeout != "raise"
+        self._state = GroupState(comm, record, raises_timeouts=settings.on_timeout == "raise")
         self.profiler = Profiler()
         self.batch = WorkBatch()
         self.messages = PendingMessages(self._state, self.profiler, self.batch)

@@ -40,7 +40,7 @@ class ShmSelector:
         """
         self._comm = comm
         self._record = record
-        self._is_wanted = settings.shares_memory and settings.uses_native
+        self._is_wanted = settings.shared_memory and settings.native
         self._comms: list[Intracomm] = []  # created here, freed by close()
         self._slots: NativeSlots | None = None  # if all ranks are on one node
         self._hierarchical: HierarchicalAllReduce | None = None  # if several nodes have equally many ranks each
