@@ -151,14 +151,17 @@ class Variable:
     default: str = ""
     """The effect of unsetting the variable, for the message."""
 
-    def check(self, text: str, name: str) -> None:
-        """Check the value of a variable.
+    parse: Callable[[str], Any] = str
+
+    def read(self, text: str, name: str) -> Any:
+        """Return the value of a variable.
 
         Raises:
             LaunchError: If it is invalid.
         """
         if not self.is_valid(text):
             raise LaunchError(f"{name} must be {self.expected}, got {text}.\nCorrect it, or unset it{self.default}.")
+        return self.parse(text)
 
 
 def whole_number(least: int, most: float = float("inf")) -> Callable[[str], bool]:
@@ -174,7 +177,7 @@ FLAG = instance("True or False", bool)
 TEXT = instance("a str", str)
 POSITIVE = integer(1)
 PATH = instance("a path (a str or an os.PathLike)", str, os.PathLike)
-PORT = Variable("a number from 1 to 65535", whole_number(0, 65535))  # 0, for any port, is not documented
+PORT = Variable("a number from 1 to 65535", whole_number(0, 65535), parse=int)  # 0, for any port, is not documented
 
 
 class Deadline:

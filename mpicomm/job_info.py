@@ -176,9 +176,9 @@ def _software(world: World) -> dict[str, str]:
 
 def _shared_memory(settings: Settings) -> str:
     """Return what computes in the shared memory of a node."""
-    if not settings.shares_memory:
+    if not settings.shared_memory:
         return "not in use (MPICOMM_SHARED_MEMORY=0)"
-    if not settings.uses_native:
+    if not settings.native:
         return "not in use (MPICOMM_NATIVE=0)"
     return "not in use (the C library was not built)" if native.library() is None else "C library"
 

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import functools
 import multiprocessing
 import os
 import sys
@@ -100,6 +101,7 @@ def _version(numbers: Sequence[int]) -> str:
     return ".".join(map(str, numbers))
 
 
+@functools.cache  # it searches the memory map and the file system, and bootstrap() asks several times
 def library() -> Library:
     """Return the description of the MPI library that mpi4py loads; MPI need not be initialised."""
     mpi = api()

@@ -105,9 +105,9 @@ def bootstrap(
             exit_hooks.arm(rank, size, socket.gethostname())
     # 3. join the job
     if launch.kind in ("torchrun", "slurm"):
-        job = environ_job.join(request, launch, settings.seconds_to_report)
+        job = environ_job.join(request, launch, settings.hang_seconds)
     else:
-        base = mpi_job.initialize(request, launch, settings.seconds_to_report)
+        base = mpi_job.initialize(request, launch, settings.hang_seconds)
         if abort_on_error:  # from here on, a failing rank must not leave the others waiting
             session.arm_abort(base.rank, base.size, base)
         job = mpi_job.join(base, request, launch, settings, exit_hooks.print_stderr)

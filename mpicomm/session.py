@@ -232,9 +232,9 @@ def open_session(session: Session) -> None:
         for comm in session.communicators:
             mpi.tracked(comm)
         mpi.set_job_comm(job.comm)
-        channel = Channel(job.everyone.rank, job.plan.channel_token, settings.seconds_to_lose_host)
+        channel = Channel(job.everyone.rank, job.plan.channel_token, settings.host_timeout)
         limits = agent.Limits(
-            settings.seconds_to_report,
+            settings.hang_seconds,
             session.dumps,
             ends_local_processes=session.launch.step is not None,
             job=session.name,

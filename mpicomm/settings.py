@@ -23,7 +23,6 @@ STOPPED_STATUS = 85
 HOST_TIMEOUT = 30
 """Seconds without a reply from a host, after which its ranks are considered dead."""
 
-_HANG_SECONDS = 60.0
 _LONGEST_HOST_TIMEOUT = 86_400  # seconds
 # Large enough for a copy to reach its full bandwidth, small enough for three chunks to stay in the cache.
 _GPU_CHUNK_KIB = 4096
@@ -39,20 +38,20 @@ class Settings:
     interface: str | None = None
     """The network interface, by name or address, on which rank 0 listens, such as ib0 or 10.1.0.7."""
 
-    on_timeout: str | None = None
+    on_timeout: str = "abort"
     """The action when an operation times out. abort (the default): abort the job and print a table of all ranks'
     positions. raise: raise TimeoutError, at the cost of a barrier before each synchronous operation."""
 
-    hang_seconds: str | None = None
+    hang_seconds: float = 60.0
     """Seconds in an operation after which a table of all ranks' positions is printed; default 60, or half the timeout
     if that is less. In bootstrap(), a notice names absent ranks after the least of 30 s, this value and half the
     timeout."""
 
-    host_timeout: str | None = None
+    host_timeout: int = HOST_TIMEOUT
     """Seconds without a reply from a host on the out-of-band channel after which its ranks are considered dead;
     default 30."""
 
-    debug: str | None = None
+    debug: bool = False
     """1: the ranks compare the operation, dtype, shape, root and sequence number of each collective before they start
     it; default 0."""
 
@@ -60,67 +59,27 @@ class Settings:
     """The directory to which the ranks write their flight recorders and stacks when the job fails; none: no
     files; default mpicomm-dumps."""
 
-    gpu_aware: str | None = None
+    gpu_aware: str = "auto"
     """Whether MPI receives the addresses of tensors on GPUs (CUDA-aware MPI). 1: even if the library does not report
     support; auto (the default): only if it does. Both require a test at the creation of a group to pass. 0: tensors
     are staged through host memory. NCCL is not affected."""
 
-    gpu_chunk_kib: str | None = None
+    gpu_chunk_kib: int = _GPU_CHUNK_KIB
     """Size in KiB of the chunks in which tensors are staged: MPI sends one chunk while the next is copied from the GPU;
     default 4096."""
 
-    shared_memory: str | None = None
+    shared_memory: bool = True
     """0: tensors are sent by MPI only, not through shared memory of the ranks of a node; default 1."""
 
-    native: str | None = None
+    native: bool = True
     """0: tensors do not use the package's C library, nor shared memory, which requires it; default 1."""
 
-    spares: str | None = None
+    spares: int = 0
     """The number of processes that wait to replace failed ranks, with `bootstrap(on_failure="recover")`; `mpicomm run
     --spares` sets it; default 0."""
 
     parent: str | None = None
     """The addresses of `mpicomm run`, to which rank 0 connects; `mpicomm run` sets it."""
-
-    @property
-    def raises_timeouts(self) -> bool:
-        """Whether an operation that times out raises TimeoutError."""
-        return self.on_timeout == "raise"
-
-    @property
-    def compares_calls(self) -> bool:
-        """Whether the ranks compare their calls before they start a collective."""
-        return self.debug == "1"
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether tensors may be sent through shared memory of the ranks of a node."""
-        return self.shared_memory != "0"
-
-    @property
-    def uses_native(self) -> bool:
-        """Whether the C library may be used."""
-        return self.native != "0"
-
-    @property
-    def num_spares(self) -> int:
-        """The number of processes that wait to replace failed ranks."""
-        return 0 if self.spares is None else int(self.spares)
-
-    @property
-    def seconds_to_report(self) -> float:
-        """Seconds in an operation after which the ranks are asked for their positions."""
-        return _HANG_SECONDS if self.hang_seconds is None else float(self.hang_seconds)
-
-    @property
-    def seconds_to_lose_host(self) -> int:
-        """Seconds without a reply from a host, after which its ranks are considered dead."""
-        return HOST_TIMEOUT if self.host_timeout is None else int(self.host_timeout)
-
-    @property
-    def gpu_chunk_bytes(self) -> int:
-        """The size in bytes of the chunks in which tensors on GPUs are staged."""
-        return 1024 * (_GPU_CHUNK_KIB if self.gpu_chunk_kib is None else int(self.gpu_chunk_kib))
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -139,10 +98,8 @@ class Settings:
                 f"Correct the name, or unset it."
             )
         # 2. the values
-        for name, text in given.items():
-            if names[name] in _VALUES:
-                _VALUES[names[name]].check(text, name)
-        return cls(**{names[name]: text for name, text in given.items()})
+        values = {names[name]: _VALUES.get(names[name], _ANY).read(text, name) for name, text in given.items()}
+        return cls(**values)
 
 
 def _one_of(*words: str) -> Variable:
@@ -155,21 +112,24 @@ def _is_positive_number(text: str) -> bool:
     return False
 
 
+_ANY = Variable("a text", lambda _: True)
+_FLAG = dataclasses.replace(_one_of("0", "1"), parse=lambda text: text == "1")
 _VALUES = {
     "launcher": Variable(
         f"one of {', '.join(LAUNCHERS)}", LAUNCHERS.__contains__, " to detect the launcher automatically"
     ),
     "on_timeout": _one_of("abort", "raise"),
-    "hang_seconds": Variable("a positive number of seconds", _is_positive_number),
+    "hang_seconds": Variable("a positive number of seconds", _is_positive_number, parse=float),
     "host_timeout": Variable(
         f"a whole number of seconds from 1 to {_LONGEST_HOST_TIMEOUT}",
         whole_number(1, _LONGEST_HOST_TIMEOUT),
         f" for {HOST_TIMEOUT}",
+        parse=int,
     ),
-    "debug": _one_of("0", "1"),
+    "debug": _FLAG,
     "gpu_aware": _one_of("0", "1", "auto"),
-    "gpu_chunk_kib": Variable("a positive whole number of KiB", whole_number(1), f" for {_GPU_CHUNK_KIB}"),
-    "spares": Variable("a whole number of processes", whole_number(0), " for 0"),
-    "shared_memory": _one_of("0", "1"),
-    "native": _one_of("0", "1"),
+    "gpu_chunk_kib": Variable("a positive whole number of KiB", whole_number(1), f" for {_GPU_CHUNK_KIB}", int),
+    "spares": Variable("a whole number of processes", whole_number(0), " for 0", int),
+    "shared_memory": _FLAG,
+    "native": _FLAG,
 }

@@ -105,7 +105,7 @@ class AlgorithmSelector:
         """
         self._comm = comm
         self._record = record
-        self._is_wanted = settings.shares_memory and settings.uses_native
+        self._is_wanted = settings.shared_memory and settings.native
         self._comms: list[Intracomm] = []  # created here, freed by close()
         self.slots: NativeSlots | None = None
         """Set, by the first selection that opens shared memory, if all ranks are on one node."""

@@ -64,10 +64,10 @@ class Executor:
         self.transport = transport
         self.node = AlgorithmSelector(comm, record, settings)
         self.dense = DenseCollectives(comm, self.node)
-        self._compares_calls = settings.compares_calls
+        self._compares_calls = settings.debug
         # Whether collectives run without a preceding check or barrier.
-        self._is_simple = not settings.compares_calls and not settings.raises_timeouts
-        self._state = GroupState(comm, record, raises_timeouts=settings.raises_timeouts)
+        self._is_simple = not settings.debug and settings.on_timeout != "raise"
+        self._state = GroupState(comm, record, raises_timeouts=settings.on_timeout == "raise")
         self.backend_name = "mpicomm"
         """The prefix of spans in torch's profiler; the process group sets it."""
 

@@ -72,7 +72,7 @@ def choose(comm: Intracomm, settings: Settings) -> Transport:
     # Do not test if CUDA is not initialised: the test would create the first context of a program without GPU use.
     may_try = not has_gpu or (torch.cuda.is_initialized() and _wants_addresses(settings))
     no_gpu, all_may_try, all_have_passed, chunk_bytes = agreement.minimum(
-        comm, [not has_gpu, may_try, _has_passed, settings.gpu_chunk_bytes]
+        comm, [not has_gpu, may_try, _has_passed, 1024 * settings.gpu_chunk_kib]
     )
     if no_gpu:
         return NO_TRANSPORT

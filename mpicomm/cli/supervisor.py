@@ -288,7 +288,7 @@ class Supervisor:
 
 def _host_timeout(environ: Mapping[str, str]) -> int:
     try:
-        return Settings.from_environ(environ).seconds_to_lose_host
+        return Settings.from_environ(environ).host_timeout
     except LaunchError:  # bootstrap() reports it
         return HOST_TIMEOUT
 

@@ -68,7 +68,7 @@ def _check(request: StartRequest, launch: Launch) -> None:
             f"{launch.title} did not set {' and '.join(missing)}, and the ranks cannot agree on it without MPI.\n"
             f"Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, on all ranks."
         )
-    PORT.check(os.environ["MASTER_PORT"], "MASTER_PORT")
+    PORT.read(os.environ["MASTER_PORT"], "MASTER_PORT")
     request.refuse_other_group()
 
 

@@ -35,7 +35,7 @@ class NamingBarrier:
             comm: The communicator.
             tag: The tag of the messages, which no other code uses on this communicator.
         """
-        self._comm, self._tag = comm, tag
+        self._comm, self._tag, self._mpi = comm, tag, mpi.api()
         self._number = 0  # of the barrier: a late message of one barrier must not count for the next
         self._reached = [0] * comm.size  # on rank 0: the last barrier that each rank has reported
         self._sent: list[tuple[Request, array[int]]] = []  # pending sends, possibly never received, and their buffers
@@ -89,7 +89,7 @@ class NamingBarrier:
 
     def complete_sends(self) -> None:
         """Wait until all messages of this rank have been sent."""
-        mpi.api().Request.Waitall([request for request, _ in self._sent])
+        self._mpi.Request.Waitall([request for request, _ in self._sent])
 
     def _send(self, rank: int, count: int, ranks: Sequence[int]) -> None:
         message = array("q", [self._number, count, *ranks[:_NAMED]])
@@ -99,8 +99,8 @@ class NamingBarrier:
 
     def _receive(self) -> tuple[int, array[int]] | None:
         """Return the next message that has arrived and its sender; None if there is none."""
-        status = mpi.api().Status()
-        if not self._comm.Iprobe(mpi.api().ANY_SOURCE, self._tag, status):
+        status = self._mpi.Status()
+        if not self._comm.Iprobe(self._mpi.ANY_SOURCE, self._tag, status):
             return None
         message = array("q", [0] * (2 + _NAMED))
         self._comm.Recv(message, status.source, self._tag)

@@ -102,13 +102,13 @@ def join(
     """
     # 1. wait for all ranks
     limit = request.wait_limit
-    missing_notice = Notice(notice.seconds_before(settings.seconds_to_report, limit), write_notice)
+    missing_notice = Notice(notice.seconds_before(settings.hang_seconds, limit), write_notice)
     hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
     wait_for_all_ranks(base, "bootstrap()", limit, missing_notice, hosts)
     # 2. the facts of each rank
     comm = base.Dup()
     node = topology.first_rank_of_node(comm)
-    num_spares = settings.num_spares if request.recovers else 0
+    num_spares = settings.spares if request.recovers else 0
     same = {
         "backend": request.backend,
         "on_failure": request.on_failure,
@@ -122,7 +122,7 @@ def join(
         gpus = devices.usable_gpus(request.device)
         assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
         why_cpu = devices.why_unusable(assigned)
-        lacks_library = settings.shares_memory and settings.uses_native and native.library() is None
+        lacks_library = settings.shared_memory and settings.native and native.library() is None
         return _Facts(socket.gethostname(), node, same, gpus, dist.is_nccl_available(), why_cpu, lacks_library)
 
     # 3. the plan of rank 0

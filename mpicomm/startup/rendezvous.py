@@ -170,9 +170,7 @@ def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -
 
 
 def _given_port(environ: Mapping[str, str]) -> int:
-    text = environ.get("MASTER_PORT") or "0"
-    PORT.check(text, "MASTER_PORT")
-    return int(text)
+    return int(PORT.read(environ.get("MASTER_PORT") or "0", "MASTER_PORT"))
 
 
 def _given_addresses(environ: Mapping[str, str], interface: str | None, num_nodes: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import linecache
 import re
 import shlex
@@ -30,6 +31,7 @@ _DEFAULT_WAIT_LIMIT = 600.0  # seconds that bootstrap waits for ranks by default
 _INIT_CALL = re.compile(r"[^#]*\binit_process_group\s*\(")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
+_DEVICE = devices.EXPECTED.or_none()
 _ON_FAILURE = arguments.one_of("abort", "recover")
 _COMM = Expected(
     "an mpi4py intracommunicator or None",
@@ -63,12 +65,12 @@ class StartRequest:
         plan.BACKEND.check(self.backend, "backend")
         in_seconds(self.timeout, _SHORTEST_TIMEOUT, "30 minutes (operations) and 10 minutes (waiting for ranks)")
         _COMM.check(self.comm, "comm")
-        devices.EXPECTED.or_none().check(self.device, "device")
+        _DEVICE.check(self.device, "device")
         FLAG.check(self.abort_on_error, "abort_on_error")
         _ON_FAILURE.check(self.on_failure, "on_failure")
         POSITIVE.check(self.min_ranks, "min_ranks")
 
-    @property
+    @functools.cached_property
     def recovers(self) -> bool:
         """Whether the job continues if a rank fails."""
         return self.on_failure == "recover"
@@ -114,14 +116,14 @@ class StartRequest:
             f"Or, to keep the call, put mpicomm.bootstrap(backend=None) before it."
         )
 
-    @property
+    @functools.cached_property
     def limit(self) -> datetime.timedelta:
         """The timeout of operations."""
         if self.timeout is None:
             return _DEFAULT_TIMEOUT
         return datetime.timedelta(seconds=float(arguments.seconds_of(self.timeout)))
 
-    @property
+    @functools.cached_property
     def wait_limit(self) -> float:
         """The seconds to wait for ranks."""
         return _DEFAULT_WAIT_LIMIT if self.timeout is None else self.limit.total_seconds()

@@ -112,8 +112,8 @@ def test_software_that_differs_is_shown_with_its_ranks() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (Settings(native="0"), "not in use (MPICOMM_NATIVE=0)"),
-        (Settings(shared_memory="0"), "not in use (MPICOMM_SHARED_MEMORY=0)"),
+        (Settings(native=False), "not in use (MPICOMM_NATIVE=0)"),
+        (Settings(shared_memory=False), "not in use (MPICOMM_SHARED_MEMORY=0)"),
     ],
 )
 def test_the_code_that_reduces_in_shared_memory_is_shown(settings: Settings, expected: str) -> None:

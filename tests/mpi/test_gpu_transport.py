@@ -82,7 +82,7 @@ def test_one_rank_that_fails_stages_on_all(world: mpicomm.World, monkeypatch: py
 
 def test_one_rank_that_is_set_to_stage_stages_on_all(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
-    settings = Settings(gpu_aware="0" if world.rank == 0 else None)
+    settings = Settings(gpu_aware="0" if world.rank == 0 else "auto")
     assert isinstance(gpu_transport.choose(world.comm, settings), Staged)
     assert not tests
 
@@ -95,7 +95,7 @@ def test_the_test_is_made_where_the_user_insists(world: mpicomm.World, monkeypat
 
 def test_all_ranks_use_the_shortest_chunk(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, has_gpu=True, is_claimed=False, failures=[])
-    transport = gpu_transport.choose(world.comm, Settings(gpu_chunk_kib=str(1 + world.rank)))
+    transport = gpu_transport.choose(world.comm, Settings(gpu_chunk_kib=1 + world.rank))
     assert isinstance(transport, Staged)
     assert transport._chunk_bytes == 1024
 

@@ -594,11 +594,11 @@ else:
         tests="tests/unit/test_detect.py -k test_the_rank_of_an_mpi_launcher_is_the_best_guess",
     ),
     Mutant(
-        "Settings.compares_calls",
-        old='self.debug == "1"',
-        new="bool(self.debug)",
+        "mpicomm.settings",
+        old='lambda text: text == "1"',
+        new="bool",
         fault="With MPICOMM_DEBUG=0 the ranks compare their calls.",
-        tests="tests/unit/test_settings.py -k test_the_meaning_of_the_variables",
+        tests="tests/unit/test_settings.py -k test_a_flag",
     ),
     Mutant(
         "is_usable",

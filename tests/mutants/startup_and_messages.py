@@ -284,11 +284,11 @@ MUTANTS = [
         tests="tests/unit/test_rendezvous.py -k invalid_port",
     ),
     Mutant(
-        "mpicomm.__getattr__",
-        old='name == "__all__"',
-        new="False",
-        fault="`from mpicomm import *` and dir(mpicomm) have no public names.",
-        tests="tests/unit/test_structure.py -k star_import",
+        "mpicomm.__dir__",
+        old='list(__getattr__("__all__"))',
+        new="[]",
+        fault="dir(mpicomm), and completion in a shell, have no public names.",
+        tests="tests/unit/test_structure.py -k sorted_and_listed",
     ),
     Mutant(
         "wait_for_all_ranks",
