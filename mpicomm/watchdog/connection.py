@@ -190,7 +190,7 @@ class Connection:
         self.received_at = time.monotonic()
         if not part:
             self._lost = "closed"
-        return bool(part)
+        return len(part) == size
 
     def _missing_bytes(self) -> int:
         """Return how many bytes of the next message are missing, or of its length."""

@@ -1,6 +1,6 @@
 """The watchdog's coordinator on rank 0: decides from the reports of all ranks when to abort the job.
 
-It has no thread and no socket, reads no clock, and calls nobody: the watchdog passes events with their times, and
+It has no thread, no socket and no side effects, and reads no clock: the watchdog passes events with their times, and
 carries out the actions that `Coordinator.handle` returns.
 """
 

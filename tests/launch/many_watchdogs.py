@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mpicomm.shm import native
 from mpicomm.startup import open_files
 from mpicomm.watchdog import connection as connections
 from mpicomm.watchdog import flight_recorder, protocol
@@ -308,6 +309,7 @@ def crowd(size: int, per_node: int, *, is_real: bool = True) -> Iterator[Crowd]:
                 stack.callback(os.close, end)
         ranks = Crowd(job)
         stack.callback(ranks.end)
+        native.library()  # a connection loads it to report crashes; it imports torch: here once, not in every rank
         for rank in range(size if is_real else 1):
             ranks.start(rank, lambda rank=rank: be_a_rank(job, rank))  # type: ignore[misc]
         if not is_real:

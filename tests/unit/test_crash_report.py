@@ -63,11 +63,15 @@ def crash(
     _, status = os.waitpid(pid, 0)
     receiver = Connection(ours)
     receiver.is_trusted = True
-    messages, lost = receiver.receive()
+    messages: list[object] = []
+    lost = ""
+    while not lost:
+        arrived, lost = receiver.receive()
+        messages += arrived
     receiver.close()
     assert lost == "closed"
     with os.fdopen(out) as text:
-        return status, list(messages), text.read()
+        return status, messages, text.read()
 
 
 @pytest.mark.parametrize(
