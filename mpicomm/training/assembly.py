@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
 from collections.abc import Sequence
@@ -13,29 +12,12 @@ from torch import nn
 
 from mpicomm.session import World
 from mpicomm.training import parallel
-from mpicomm.training.batches import LossFunction, OwnStep
+from mpicomm.training.batches import LossFunction
 from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.parallel import ModelTemplate, ParallelOptions
 from mpicomm.training.state import Parts, Position
 from mpicomm.training.step_metrics import StepMetrics
-from mpicomm.training.training_step import Precision, TrainingStep
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOptions:
-    """Arguments of `Trainer` that concern single steps."""
-
-    target_key: str
-    max_grad_norm: float | None
-    precision: str
-    skips: bool
-    """Whether steps whose loss is not finite are skipped."""
-
-    recovers: bool
-    """Whether training continues after a rank has failed."""
-
-    own_step: OwnStep | None = None
-    """The forward pass of the user."""
+from mpicomm.training.training_step import Precision, StepOptions, TrainingStep
 
 
 class Assembly:
@@ -102,14 +84,7 @@ class Assembly:
             world,
             self._callbacks,
         )
-        self.step = TrainingStep(
-            self.parts,
-            self.loss_fn,
-            options.target_key,
-            options.max_grad_norm,
-            can_discard=options.skips or options.recovers,
-            own_step=options.own_step,
-        )
+        self.step = TrainingStep(self.parts, self.loss_fn, options)
         self._is_assembled = True
 
     def _take_apart(self) -> None:

@@ -94,16 +94,13 @@ def check_call(model: nn.Module, call: Call) -> None:
     try:
         signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
+        parameters = [item.replace(annotation=inspect.Parameter.empty) for item in signature.parameters.values()]
         given = [*map(_shown, call.args), *(f"{name}={_shown(value)}" for name, value in call.kwargs.items())]
         raise TypeError(
-            f"the batch does not fit the model's forward({', '.join(map(_plain, signature.parameters.values()))}): "
+            f"the batch does not fit the model's forward({', '.join(map(str, parameters))}): "
             f"{error}, got ({', '.join(given)}).\n{_RULES}\n"
             f"Change the batches that the dataset returns, or the signature of forward()."
         ) from None
-
-
-def _plain(parameter: inspect.Parameter) -> str:
-    return str(parameter.replace(annotation=inspect.Parameter.empty))
 
 
 LOSS_FUNCTION = arguments.function(

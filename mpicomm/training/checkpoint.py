@@ -109,10 +109,12 @@ class Checkpoints:
     def _probe(self) -> None:
         """Check that each rank sees a file of rank 0 in the directory, and can write to it (collective)."""
         token = self.directory / f".{collectives.broadcast_object(uuid.uuid4().hex, src=0)}"
-        for act in (
-            (lambda: run_directory.write(token, b"")) if self._rank == 0 else _nothing,
-            functools.partial(_probe, token, self._rank),
-        ):
+
+        def create() -> None:
+            if self._rank == 0:
+                run_directory.write(token, b"")
+
+        for act in (create, functools.partial(_probe, token, self._rank)):
             agreement.run_on_all_ranks(collectives.all_gather_object, act, OSError, self._unusable)
         if self._rank == 0:
             token.unlink(missing_ok=True)
@@ -189,10 +191,11 @@ class Checkpoints:
     def _save(self, name: str, step: int, state: State, kept: Collection[str]) -> None:
         # Runs on the saving thread.
         # 1. rank 0 creates a directory, all ranks write the content, then rank 0 renames and marks it
-        temporary, failure = self._of_rank_0(self._begin, name, step)
+        writers = {"ranks": dist.get_world_size(), "torch": str(torch.__version__)}
+        temporary, failure = self._of_rank_0(lambda directory: directory.begin(name, step, **writers))
         failure = failure or self._store(temporary, state)
         if not failure:
-            path, failure = self._of_rank_0(self._publish, temporary, name)
+            path, failure = self._of_rank_0(lambda directory: directory.publish(temporary, name))
         # 2. remove old checkpoints, or the content of this one
         if not failure:
             self.newest = path
@@ -224,24 +227,16 @@ class Checkpoints:
             return reason
         return ""
 
-    def _of_rank_0(self, act: Callable[..., Path], *arguments: Any) -> tuple[Path, str]:
+    def _of_rank_0(self, act: Callable[[RunDirectory], Path]) -> tuple[Path, str]:
         """Return the result of a function on rank 0, and the reason of a failure or "" (collective)."""
         outcome: list[Any] = [self.directory, ""]
-        if self._rank == 0:
+        if self._run_directory is not None:
             try:
-                outcome[0] = act(*arguments)
+                outcome[0] = act(self._run_directory)
             except OSError as error:
                 outcome[1] = str(error)
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         return outcome[0], outcome[1]
-
-    def _begin(self, name: str, step: int) -> Path:
-        assert self._run_directory is not None
-        return self._run_directory.begin(name, step, ranks=dist.get_world_size(), torch=str(torch.__version__))
-
-    def _publish(self, temporary: Path, name: str) -> Path:
-        assert self._run_directory is not None
-        return self._run_directory.publish(temporary, name)
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
@@ -400,10 +395,6 @@ def _probe(token: Path, rank: int) -> None:
     path = token.with_suffix(f".{rank}")
     run_directory.write(path, b"mpicomm")
     path.unlink()
-
-
-def _nothing() -> None:
-    pass
 
 
 # -- objects that contain tensors --------------------------------------------------------------------------------------

@@ -249,17 +249,10 @@ def _source_of_loader(
             f"Add __len__ to it, or set shard=False if each rank passes its own share."
         )
     length = len(sampler.data_source) if own is None else len(own)
-    return IndexedSource(
-        loader.dataset, options, place, length=length, sampler=own, drop_last=drop_last, **_loading(loader)
-    )
-
-
-def _loading(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of a user's DataLoader that the DataLoader of a rank takes over."""
     loading = {name: getattr(loader, name) for name in _PASSED_ON}
     if loader.collate_fn is not default_collate:
         loading["collate_fn"] = loader.collate_fn
-    return loading
+    return IndexedSource(loader.dataset, options, place, length=length, sampler=own, drop_last=drop_last, **loading)
 
 
 def _is_usual(loader: DataLoader[Any]) -> bool:
@@ -540,22 +533,14 @@ class IterableSource(DataSource):
     ) -> None:
         self.is_shared = shard is not False
         self._share = _Share(dataset, options.batch_size, place if self.is_shared else DataRank(0, 1))
+        sizes = {"batch_size": options.batch_size, "grad_accum_steps": options.grad_accum_steps}
         if self.is_shared:
-            self.layout = {
-                "kind": "an iterable-style dataset that the ranks share",
-                "number of samples": self.total(),
-                "batch_size": options.batch_size,
-                "grad_accum_steps": options.grad_accum_steps,
-                "shard": shard,
-            }
-            self.order_settings = {"kind": self.layout["kind"], "seed": options.seed}
+            kind = "an iterable-style dataset that the ranks share"
+            self.layout = {"kind": kind, "number of samples": self.total(), **sizes, "shard": shard}
+            self.order_settings = {"kind": kind, "seed": options.seed}
         else:
-            self.order_settings = {
-                "kind": "an iterable-style dataset of each rank",
-                "batch_size": options.batch_size,
-                "grad_accum_steps": options.grad_accum_steps,
-                "seed": options.seed,
-            }
+            kind = "an iterable-style dataset of each rank"
+            self.order_settings = {"kind": kind, **sizes, "seed": options.seed}
         self.is_first_compared = shard is not True
         self._seed = options.seed if self.is_shared else _seed_of(options, place)
         self._generator = torch.Generator()  # for the seeds of workers; leaves the program's generator unchanged
@@ -794,12 +779,10 @@ def _counting(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def _grouped(loaded: Iterator[Any], number: int) -> Iterator[Step]:
     """Return steps of `number` batches each; the last step has the remaining ones."""
-    while of_step := [_batch(loaded_batch) for loaded_batch in itertools.islice(loaded, number)]:
-        yield Step(of_step)
-
-
-def _batch(loaded: Any) -> Batch:
-    return Batch(*loaded) if isinstance(loaded, _Counted) else Batch(loaded, count_samples(loaded))
+    while of_step := list(itertools.islice(loaded, number)):
+        yield Step(
+            [Batch(*batch) if isinstance(batch, _Counted) else Batch(batch, count_samples(batch)) for batch in of_step]
+        )
 
 
 def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:

@@ -152,13 +152,9 @@ def predict(training_step: TrainingStep, source: DataSource, *, has_targets: boo
                     # The rank and the step are the position in data without indices, whose batches the ranks take by
                     # turns. Without shared data, the samples of rank 0 come first, then those of rank 1, and so on.
                     turn = number * world.size + world.rank if source.is_shared else world.rank
-                    places = torch.tensor(batch.indices) if batch.indices is not None else _repeated(turn, batch.count)
-                    collected.add(outputs, batch.count, places)
+                    places = batch.indices if batch.indices is not None else [turn] * batch.count
+                    collected.add(outputs, batch.count, torch.tensor(places))
     return _collected(collected, all_ranks=all_ranks)
-
-
-def _repeated(place: int, count: int) -> torch.Tensor:
-    return torch.full((count,), place)
 
 
 class _Outputs:

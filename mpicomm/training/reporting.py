@@ -268,16 +268,15 @@ def opened(
                 sinks.append(stack.enter_context(contextlib.closing(MetricsFile(path))).write)
             sinks.extend(of_loggers)
 
-        agreement.run_on_all_ranks(collectives.all_gather_object, open_sinks, OSError, _unusable)
+        def failed(rank: int, why: str) -> CheckpointError:
+            return CheckpointError(
+                f"rank {rank} cannot write metrics: {why}.\n"
+                f"If this names a file, move it elsewhere, correct its permissions, or pass another checkpoint_dir."
+            )
+
+        agreement.run_on_all_ranks(collectives.all_gather_object, open_sinks, OSError, failed)
         display = stack.enter_context(contextlib.closing(Display(options.progress, epochs, total, prints=prints)))
         yield Reporter(world, sinks, display)
-
-
-def _unusable(rank: int, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"rank {rank} cannot write metrics: {why}.\n"
-        f"If this names a file, move it elsewhere, correct its permissions, or pass another checkpoint_dir."
-    )
 
 
 def _memory(device: torch.device) -> int:

@@ -134,7 +134,11 @@ def collect(parts: Parts, evaluating: Callable[[], AbstractContextManager[object
     shared = {"optimizer": type(parts.optimizer).__name__, "ranks": parts.world.size, **of_all_ranks(parts)}
     of_callbacks = {name: checkpoint.pack(of_callback) for name, of_callback in shared["callbacks"].items()}
     shared["callbacks"] = {name: raw for name, (raw, _) in of_callbacks.items()}
-    numbered = {name: _numbered(tensors) for name, (_, tensors) in of_callbacks.items() if tensors}
+    numbered = {
+        name: {str(number): tensor for number, tensor in enumerate(tensors)}
+        for name, (_, tensors) in of_callbacks.items()
+        if tensors
+    }
     content = {"model": model, "optimizer": optimizer, **({"callbacks": numbered} if numbered else {})}
     tensors = batches.mapped(content, _copied)
     if evaluating is not None:
@@ -258,10 +262,6 @@ def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
 
 def _restore_metrics(owns: Sequence[dict[str, Any]], parts: Parts) -> None:
     parts.metrics.restore([{LOSS: own["losses"], **own["logged"]} for own in owns])
-
-
-def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {str(number): tensor for number, tensor in enumerate(tensors)}
 
 
 def _copied(value: Any) -> Any:

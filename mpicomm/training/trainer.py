@@ -28,7 +28,7 @@ from mpicomm.training import (
     rank_sync,
     training_loop,
 )
-from mpicomm.training.assembly import Assembly, StepOptions
+from mpicomm.training.assembly import Assembly
 from mpicomm.training.callbacks import Callback, CallbackList
 from mpicomm.training.data import SHARD, DataRank, DataSource, LoaderOptions, make_source
 from mpicomm.training.loggers import LoggerArgument
@@ -40,7 +40,7 @@ from mpicomm.training.resumable_run import FitCall, LoopOptions, RunLimits
 from mpicomm.training.shard_replicas import ShardReplicas
 from mpicomm.training.state import History, Position
 from mpicomm.training.step_profile import ProfileOptions
-from mpicomm.training.training_step import Precision
+from mpicomm.training.training_step import Precision, StepOptions
 from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")

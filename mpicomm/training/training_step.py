@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,28 +77,29 @@ class Precision:
         return torch.autocast(self._device.type, dtype=self.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Arguments of `Trainer` that concern single steps."""
+
+    target_key: str
+    max_grad_norm: float | None
+    precision: str
+    skips: bool
+    """Whether steps whose loss is not finite are skipped."""
+
+    recovers: bool
+    """Whether training continues after a rank has failed."""
+
+    own_step: OwnStep | None = None
+    """The forward pass of the user."""
+
+
 class TrainingStep:
     """A training step: `accumulate`, then `update` or `discard`."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        loss_fn: LossFunction | None,
-        target_key: str,
-        max_grad_norm: float | None,
-        *,
-        can_discard: bool,
-        own_step: OwnStep | None = None,
-    ) -> None:
-        """Prepare the steps of a run.
-
-        Args:
-            can_discard: Whether to copy the buffers before each step, so that it can be discarded.
-            own_step: The forward pass of the user; None for the model and `loss_fn`.
-        """
-        self.loss_fn, self._own_step = loss_fn, own_step
+    def __init__(self, parts: Parts, loss_fn: LossFunction | None, options: StepOptions) -> None:
+        self.loss_fn, self._own_step, self._options = loss_fn, options.own_step, options
         self.parts, self._wrapped, self._device = parts, parts.wrapped, parts.world.device
-        self._target_key, self._max_grad_norm, self._can_discard = target_key, max_grad_norm, can_discard
         self._buffers: list[torch.Tensor] = []
         self._is_first = self._is_first_call = True
         self.is_taken = False
@@ -114,7 +116,7 @@ class TrainingStep:
             return self._forward_own(model, batch)
         returns_loss = self.loss_fn is None
         content = batches.moved(batch.content, self._device)
-        call = batches.call_of(content, None if returns_loss else self._target_key)
+        call = batches.call_of(content, None if returns_loss else self._options.target_key)
         if self._is_first_call:
             batches.check_call(self._wrapped.inner, call)
             self._is_first_call = False
@@ -156,7 +158,7 @@ class TrainingStep:
         """
         content = batches.moved(batch.content, self._device)
         returns_loss = self.loss_fn is None and self._own_step is None
-        target_key = self._target_key if has_targets and not returns_loss else None
+        target_key = self._options.target_key if has_targets and not returns_loss else None
         call = batches.call_without_targets(content, target_key)
         if self._is_first_call:
             batches.check_call(self._wrapped.inner, call)
@@ -177,7 +179,8 @@ class TrainingStep:
         Raises:
             TrainingError: If a loss is not finite, unless such steps are skipped.
         """
-        self._buffers = self._copied_buffers() if self._can_discard else []
+        can_discard = self._options.skips or self._options.recovers
+        self._buffers = self._copied_buffers() if can_discard else []
         is_first, self._is_first = self._is_first, False
         if is_first:
             self._warm_up(step.batches[0])
@@ -206,7 +209,7 @@ class TrainingStep:
         """Update the parameters; return whether the optimizer took the step, as `Precision.step` does."""
         optimizer = self.parts.optimizer
         self._buffers = []
-        self.is_taken = self.parts.precision.step(optimizer, self._wrapped.model, self._max_grad_norm)
+        self.is_taken = self.parts.precision.step(optimizer, self._wrapped.model, self._options.max_grad_norm)
         optimizer.zero_grad(set_to_none=True)
         return self.is_taken
 

@@ -111,7 +111,7 @@ MUTANTS = [
     ),
     Mutant(
         "reporting.opened",
-        old="agreement.run_on_all_ranks(collectives.all_gather_object, open_sinks, OSError, _unusable)",
+        old="agreement.run_on_all_ranks(collectives.all_gather_object, open_sinks, OSError, failed)",
         new="open_sinks()",
         fault="If rank 0 cannot write metrics, the other ranks train without it.",
         tests="tests/training/test_callbacks.py -k metrics_that_cannot",

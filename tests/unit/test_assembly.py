@@ -11,8 +11,9 @@ from torch import nn
 
 from mpicomm.errors import RankFailedError
 from mpicomm.training import parallel
-from mpicomm.training.assembly import Assembly, StepOptions
+from mpicomm.training.assembly import Assembly
 from mpicomm.training.parallel import ParallelOptions
+from mpicomm.training.training_step import StepOptions
 
 WORLD: Any = types.SimpleNamespace(device=torch.device("cpu"))
 
