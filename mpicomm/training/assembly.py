@@ -1,4 +1,4 @@
-"""The objects that train a model in one world: the wrapped model, its training steps, and the state of the run."""
+"""The objects of a run: the wrapped model and its training steps in the present world, and the state of the run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from mpicomm.session import World
 from mpicomm.training import parallel
 from mpicomm.training.batches import LossFunction
 from mpicomm.training.callbacks import CallbackList
-from mpicomm.training.parallel import ModelTemplate, ParallelOptions
-from mpicomm.training.state import Parts, Position
+from mpicomm.training.parallel import DDPModel, FSDPModel, ModelTemplate, ParallelOptions
+from mpicomm.training.state import Position
 from mpicomm.training.step_metrics import StepMetrics
 from mpicomm.training.training_step import Precision, StepOptions, TrainingStep
 
 
 class Assembly:
-    """Makes the objects that train a model, once for each world that the run enters."""
+    """The objects of a run. Those that depend on the world are made again in each world that the run enters."""
 
-    parts: Parts
+    world: World
+    wrapped: DDPModel | FSDPModel
+    precision: Precision
     step: TrainingStep
     has_values: bool
     """Whether the parameters had values when they were wrapped. A sharded model that is made again has none."""
@@ -39,7 +41,7 @@ class Assembly:
         callbacks: CallbackList | None = None,
     ) -> None:
         self.optimizer, self.scheduler, self.loss_fn = optimizer, scheduler, loss_fn
-        self.position, self._callbacks = Position(), callbacks or CallbackList()
+        self.position, self.callbacks = Position(), callbacks or CallbackList()
         self.metrics = StepMetrics(stops=not options.skips)
         self._names: Sequence[Sequence[str]] = parallel.names_in(optimizer, model)
         self.is_sharded = parallelism.strategy == "fsdp"
@@ -59,41 +61,31 @@ class Assembly:
         if self._is_assembled:
             self._take_apart()
         # 2. wrap the model
-        precision = Precision(options.precision, device, casts=not self.is_sharded)
+        self.world, self.precision = world, Precision(options.precision, device, casts=not self.is_sharded)
         if self._scaler is not None:
-            precision.scaler.load_state_dict(self._scaler)
+            self.precision.scaler.load_state_dict(self._scaler)
         self.has_values = self._template.has_values
-        wrapped = parallel.wrap(
+        self.wrapped = parallel.wrap(
             self._template.make(device),
             self.optimizer,
             self._names,
             device,
             self._parallelism,
-            precision.dtype,
+            self.precision.dtype,
             synchronizes=self.is_sharded or not options.recovers,
         )
         # 3. prepare the training steps
         self.metrics.enter_world(device)
-        self.parts = Parts(
-            wrapped,
-            self.optimizer,
-            self.scheduler,
-            precision,
-            self.position,
-            self.metrics,
-            world,
-            self._callbacks,
-        )
-        self.step = TrainingStep(self.parts, self.loss_fn, options)
+        self.step = TrainingStep(self, self.loss_fn, options)
         self._is_assembled = True
 
     def _take_apart(self) -> None:
         """Discard the interrupted step, and release the wrapped model."""
         self._is_assembled = False  # also if ranks fail again before the trainer is assembled in the next world
-        self._scaler, self.loss_fn = self.parts.precision.scaler.state_dict(), self.step.loss_fn
+        self._scaler, self.loss_fn = self.precision.scaler.state_dict(), self.step.loss_fn
         self.step.discard()
-        wrapped = weakref.ref(self.parts.wrapped.model)
-        del self.step, self.parts
+        wrapped = weakref.ref(self.wrapped.model)
+        del self.step, self.wrapped
         if self.is_sharded:
             self.optimizer.state.clear()  # of the parameters that the new ones replace
         if wrapped() is not None:

@@ -18,7 +18,6 @@ from mpicomm.errors import RankFailedError, TrainingError, raised_on_all_ranks
 from mpicomm.startup import survivors
 from mpicomm.training import checkpoint, randomness, state
 from mpicomm.training.assembly import Assembly
-from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.data import DataSource
 from mpicomm.training.preemption import Preempted
 from mpicomm.training.shard_replicas import Held, ShardReplicas
@@ -109,7 +108,7 @@ class RecoveringCalls:
             TrainingError: On every rank, if each rank has its own share of the data and there are fewer ranks than at
                 the start.
         """
-        size = self._assembly.parts.world.size
+        size = self._assembly.world.size
         if not source.is_shared and size != self.first_size:
             raise raised_on_all_ranks(
                 TrainingError(
@@ -121,12 +120,12 @@ class RecoveringCalls:
 
     def seed_at(self, point: str, number: int) -> None:
         """Seed the generators for a point of the run, which may be repeated, or run by a spare."""
-        randomness.seed_at(point, self._seed, number, self._assembly.parts.world.rank)
+        randomness.seed_at(point, self._seed, number, self._assembly.world.rank)
 
     def refresh_replicas(self, *, only_if_due: bool = False) -> None:
         """Refresh the copies of the shards, if the trainer has any (collective)."""
         if self._replicas is not None:
-            self._replicas.refresh(self._assembly.parts, only_if_due=only_if_due)
+            self._replicas.refresh(self._assembly, only_if_due=only_if_due)
 
     def count_step(self) -> None:
         """Note that this rank has completed a step."""
@@ -154,19 +153,17 @@ class RecoveringCalls:
         send(agreed, self._collect, self._load, world.device)
         if self._assembly.is_sharded and (self.has_begun or self.has_lost_state):
             self.has_lost_state = self._replicas is None or not self._replicas.restore(
-                self._assembly.parts, [standing.held for standing in agreed.standings]
+                self._assembly, [standing.held for standing in agreed.standings]
             )
             self.has_begun = self.has_begun and not self.has_lost_state
         if self._replicas is not None and not self.has_begun and not self.has_lost_state:
-            # Without the callbacks, whose states exist from `on_setup` on.
-            self._replicas.refresh(dataclasses.replace(self._assembly.parts, callbacks=CallbackList()))
+            self._replicas.refresh(self._assembly, has_callbacks=False)
         self._is_synchronized = True
         self.recovery = agreed.recovery(self._assembly.position, world.size)
 
     def _collect(self) -> Any:
-        parts, is_sharded = self._assembly.parts, self._assembly.is_sharded
         return {
-            "state": {} if is_sharded else state.collect_replicated(parts),
+            "state": {} if self._assembly.is_sharded else state.collect_replicated(self._assembly),
             "has_begun": self.has_begun,
             "has_lost_state": self.has_lost_state,
             "first_size": self.first_size,
@@ -175,7 +172,7 @@ class RecoveringCalls:
 
     def _load(self, content: Any) -> None:
         if not self._assembly.is_sharded:
-            state.load_replicated(self._assembly.parts, content["state"])
+            state.load_replicated(self._assembly, content["state"])
         self.has_begun, self.has_lost_state = content["has_begun"], content["has_lost_state"]
         self.first_size, self._results = content["first_size"], content["results"]
 

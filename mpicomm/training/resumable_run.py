@@ -13,13 +13,13 @@ import numpy as np
 
 from mpicomm.collective_ops import collectives
 from mpicomm.training import checkpoint, parallel, rank_sync, state
+from mpicomm.training.assembly import Assembly
 from mpicomm.training.callbacks import Callback
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.data import DataSource, LoaderOptions
 from mpicomm.training.evaluation import Metric
 from mpicomm.training.preemption import Preempted, StopRequest, is_of_all_ranks
 from mpicomm.training.reporting import Reporter, ReportOptions
-from mpicomm.training.state import Parts
 from mpicomm.training.step_profile import ProfileOptions
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class ResumableRun:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Assembly,
         checkpoints: Checkpoints | None,
         fit_call: FitCall,
     ) -> None:
@@ -286,7 +286,7 @@ class ResumableRun:
 
 
 @contextlib.contextmanager
-def opened(fit_call: FitCall, options: LoopOptions, parts: Parts, *, recovers: bool) -> Iterator[ResumableRun]:
+def opened(fit_call: FitCall, options: LoopOptions, parts: Assembly, *, recovers: bool) -> Iterator[ResumableRun]:
     """Open the checkpoints of a run, and react to signals and the end of the allocation in a block (collective).
 
     Args:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from mpicomm.collective_ops import collectives, point_to_point
 from mpicomm.training import parallel, state
-from mpicomm.training.state import Parts
+from mpicomm.training.assembly import Assembly
 
 Version = tuple[int, int]
 """The number of the world and the step of a refresh; greater for later ones."""
@@ -77,17 +77,18 @@ class ShardReplicas:
         """The shards that this rank holds: of one version, or of two if a refresh was interrupted."""
         return tuple(Held(version, tuple(copies.shards), copies.size) for version, copies in self._versions.items())
 
-    def refresh(self, parts: Parts, *, only_if_due: bool = False) -> None:
+    def refresh(self, parts: Assembly, *, only_if_due: bool = False, has_callbacks: bool = True) -> None:
         """Copy this rank's shard, and exchange copies with the neighbours (collective).
 
         Args:
             parts: The objects of the run.
             only_if_due: Do so only after every `every`-th step.
+            has_callbacks: Whether the callbacks have states, which exist from `on_setup` on.
         """
         world, step = parts.world, parts.position.step
         if only_if_due and step % self._every:
             return
-        description, own = _copied(parts)
+        description, own = _copied(parts, has_callbacks=has_callbacks)
         shards = {world.rank: own}
         if world.size > 1:
             following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
@@ -98,7 +99,7 @@ class ShardReplicas:
         dist.barrier()
         self._versions = {version: self._versions[version]}
 
-    def restore(self, parts: Parts, held: Sequence[Sequence[Held]]) -> bool:
+    def restore(self, parts: Assembly, held: Sequence[Sequence[Held]]) -> bool:
         """Restore the newest version of which all shards are left, and return whether there is one (collective).
 
         Args:
@@ -169,13 +170,15 @@ def newest_complete(held: Sequence[Sequence[Held]]) -> tuple[Version | None, lis
     return newest, [holders[newest][shard] for shard in range(sizes[newest])]
 
 
-def _copied(parts: Parts) -> tuple[_Description, list[torch.Tensor]]:
+def _copied(parts: Assembly, *, has_callbacks: bool) -> tuple[_Description, list[torch.Tensor]]:
     """Return the description of the shards, and copies of the tensors of this rank's shard in host memory."""
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
     named = list(_tensors_in({"model": model, "optimizer": optimizer}))
     tensors = [parallel.local(tensor).detach().to("cpu", copy=True).contiguous() for _, tensor in named]
     are_sharded = [isinstance(tensor, DTensor) for _, tensor in named]
-    run = copy.deepcopy(state.of_all_ranks(parts))  # the states of callbacks are not copies
+    run = copy.deepcopy(
+        state.of_all_ranks(parts, has_callbacks=has_callbacks)
+    )  # the states of callbacks are not copies
     return _Description([name for name, _ in named], are_sharded, optimizer["param_groups"], run), tensors
 
 

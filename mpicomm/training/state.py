@@ -17,16 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
-from mpicomm.session import World
 from mpicomm.training import batches, checkpoint, randomness
-from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
-from mpicomm.training.parallel import DDPModel, FSDPModel
-from mpicomm.training.step_metrics import LOSS, StepMetrics
+from mpicomm.training.step_metrics import LOSS
 
 if TYPE_CHECKING:
-    from mpicomm.training.training_step import Precision
+    from mpicomm.training.assembly import Assembly
 
 History = list[dict[str, float]]
 
@@ -108,21 +105,7 @@ def evaluation_metrics(means: Mapping[str, float], count: int) -> dict[str, floa
     return {**metrics, "eval_samples": count}
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """The objects of a run whose state a checkpoint contains."""
-
-    wrapped: DDPModel | FSDPModel
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    precision: Precision
-    position: Position
-    metrics: StepMetrics
-    world: World
-    callbacks: CallbackList = dataclasses.field(default_factory=CallbackList)
-
-
-def collect(parts: Parts, evaluating: Callable[[], AbstractContextManager[object]] | None = None) -> State:
+def collect(parts: Assembly, evaluating: Callable[[], AbstractContextManager[object]] | None = None) -> State:
     """Return the content of a checkpoint as a copy, since training continues while it is written.
 
     Args:
@@ -155,30 +138,30 @@ def collect(parts: Parts, evaluating: Callable[[], AbstractContextManager[object
     return {**tensors, **checkpoint.pickled({"run": shared, f"rank {parts.world.rank}": own})}
 
 
-def collect_replicated(parts: Parts) -> dict[str, Any]:
+def collect_replicated(parts: Assembly) -> dict[str, Any]:
     """Return the state of a replicated model (DDP), all of which every rank has; the tensors are not copies."""
     tensors = {"model": parts.wrapped.inner.state_dict(), "optimizer": parts.optimizer.state_dict()}
     return {**tensors, "run": of_all_ranks(parts)}
 
 
-def load_replicated(parts: Parts, content: dict[str, Any]) -> None:
+def load_replicated(parts: Assembly, content: dict[str, Any]) -> None:
     """Load the state that `collect_replicated` returned on another rank."""
     parts.wrapped.inner.load_state_dict(content["model"])
     parts.optimizer.load_state_dict(content["optimizer"])
     load_of_all_ranks(parts, content["run"])
 
 
-def of_all_ranks(parts: Parts) -> dict[str, Any]:
-    """Return the objects that are equal on all ranks."""
+def of_all_ranks(parts: Assembly, *, has_callbacks: bool = True) -> dict[str, Any]:
+    """Return the objects that are equal on all ranks; without callbacks before their `on_setup`."""
     return {
         "position": dataclasses.asdict(parts.position),
         "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
         "scaler": parts.precision.scaler.state_dict(),
-        "callbacks": parts.callbacks.states(),
+        "callbacks": parts.callbacks.states() if has_callbacks else {},
     }
 
 
-def load_of_all_ranks(parts: Parts, run: Mapping[str, Any]) -> None:
+def load_of_all_ranks(parts: Assembly, run: Mapping[str, Any]) -> None:
     """Load the objects that are equal on all ranks."""
     if parts.scheduler is not None and run["scheduler"] is not None:
         parts.scheduler.load_state_dict(run["scheduler"])
@@ -188,7 +171,7 @@ def load_of_all_ranks(parts: Parts, run: Mapping[str, Any]) -> None:
         setattr(parts.position, name, value)
 
 
-def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
+def restore(checkpoints: Checkpoints, parts: Assembly, train: DataSource) -> None:
     """Restore the newest checkpoint (collective).
 
     Raises:
@@ -252,7 +235,7 @@ def restore(checkpoints: Checkpoints, parts: Parts, train: DataSource) -> None:
         _restore_metrics([own], parts)
 
 
-def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
+def _share_out(owns: list[dict[str, Any]], parts: Assembly) -> None:
     """Restore the state of each rank on another number of ranks: new seeds, and rank 0 gets the sums of all ranks."""
     text = f"{parts.position.step} {owns[0]['random']['torch'].tolist()}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
@@ -260,7 +243,7 @@ def _share_out(owns: list[dict[str, Any]], parts: Parts) -> None:
     _restore_metrics(owns if parts.world.rank == 0 else [], parts)
 
 
-def _restore_metrics(owns: Sequence[dict[str, Any]], parts: Parts) -> None:
+def _restore_metrics(owns: Sequence[dict[str, Any]], parts: Assembly) -> None:
     parts.metrics.restore([{LOSS: own["losses"], **own["logged"]} for own in owns])
 
 

@@ -288,12 +288,12 @@ class Trainer:
     @property
     def world(self) -> session.World:
         """The world in which the trainer runs; another one after each recovery."""
-        return self._assembly.parts.world
+        return self._assembly.world
 
     @property
     def wrapped(self) -> DDPModel | FSDPModel:
         """The model as DDP or FSDP wraps it."""
-        return self._assembly.parts.wrapped
+        return self._assembly.wrapped
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -308,7 +308,7 @@ class Trainer:
     @property
     def precision(self) -> Precision:
         """The precision in which the model computes."""
-        return self._assembly.parts.precision
+        return self._assembly.precision
 
     @property
     def position(self) -> Position:

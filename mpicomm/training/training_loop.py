@@ -28,10 +28,9 @@ from mpicomm.training.data import DataSource, Step
 from mpicomm.training.recovering_calls import RecoveringCalls
 from mpicomm.training.reporting import Reporter
 from mpicomm.training.resumable_run import FitCall, LoopOptions, ResumableRun
-from mpicomm.training.state import Parts, Position, evaluation_metrics
+from mpicomm.training.state import Position, evaluation_metrics
 from mpicomm.training.step_metrics import LOSS
 from mpicomm.training.step_profile import StepProfiler
-from mpicomm.training.training_step import TrainingStep
 
 
 @dataclasses.dataclass
@@ -40,8 +39,7 @@ class TrainingLoop:
 
     fit_call: FitCall
     options: LoopOptions
-    parts: Parts
-    training_step: TrainingStep
+    parts: Assembly
     train: DataSource
     test: DataSource | None
     run: ResumableRun
@@ -162,7 +160,7 @@ class TrainingLoop:
         """Run one optimizer step on the mean loss of `count` samples of all ranks (collective)."""
         # 1. accumulate the gradients
         clock = self.reporter.clock
-        is_finite = self.training_step.accumulate(step, count, clock)
+        is_finite = self.parts.step.accumulate(step, count, clock)
         # 2. start the vote of the ranks, then update the parameters or skip the step on all ranks
         metrics, recovers = self.parts.metrics, self.calls is not None
         if recovers:
@@ -174,11 +172,11 @@ class TrainingLoop:
         is_taken = not self.options.skips or not self.run.votes()[0].nonfinite
         if is_taken:
             self._last_step = step
-            if self.training_step.update():
+            if self.parts.step.update():
                 self._step_scheduler("step")
         else:
             samples = rank_sync.samples(step, is_finite)
-            self.training_step.discard()
+            self.parts.step.discard()
             self.reporter.write("skipped", self.position, rank_samples=samples)
         clock.add("compute")
         # 3. count the step
@@ -224,7 +222,7 @@ class TrainingLoop:
         with around[0], around[1], around[2]:
             self._seed("evaluation", self.position.step)
             outcome = evaluation.evaluate(
-                self.training_step, self.test, self.fit_call.metrics, self._is_stopping, self._limits.limit_batches
+                self.parts.step, self.test, self.fit_call.metrics, self._is_stopping, self._limits.limit_batches
             )
         if outcome is None:
             self.run.stop(self.reporter)
@@ -279,13 +277,12 @@ class TrainingLoop:
 def opened(
     fit_call: FitCall,
     options: LoopOptions,
-    assembly: Assembly,
+    parts: Assembly,
     train: DataSource,
     test: DataSource | None,
     calls: RecoveringCalls | None,
 ) -> Iterator[TrainingLoop]:
     """Open the checkpoints, the reporter and the profiler of a run, and resume it or seed a new one (collective)."""
-    parts = assembly.parts
     world, position = parts.world, parts.position
     fit_call.limits.is_save_requested = False
     fit_call.call(Callback.on_setup)
@@ -307,6 +304,4 @@ def opened(
             reporting.opened(world, run.directory, options.report, fit_call.limits.epochs, train.total(), position.step)
         )
         profiler = stack.enter_context(step_profile.opened(options.profile, run.directory, world, position.step))
-        yield TrainingLoop(
-            fit_call, options, parts, assembly.step, train, test, run, reporter, profiler, calls, continues
-        )
+        yield TrainingLoop(fit_call, options, parts, train, test, run, reporter, profiler, calls, continues)

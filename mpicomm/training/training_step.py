@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,8 +14,10 @@ from mpicomm import arguments
 from mpicomm.training import batches, parallel, randomness
 from mpicomm.training.batches import LossFunction, OwnStep
 from mpicomm.training.data import Batch, Step
-from mpicomm.training.state import Parts
 from mpicomm.training.step_metrics import Clock
+
+if TYPE_CHECKING:
+    from mpicomm.training.assembly import Assembly
 
 _TOO_FEW = "Expected more than 1 value per channel"  # torch's batch normalization
 _SYNCHRONIZED = contextlib.nullcontext()
@@ -97,7 +99,7 @@ class StepOptions:
 class TrainingStep:
     """A training step: `accumulate`, then `update` or `discard`."""
 
-    def __init__(self, parts: Parts, loss_fn: LossFunction | None, options: StepOptions) -> None:
+    def __init__(self, parts: Assembly, loss_fn: LossFunction | None, options: StepOptions) -> None:
         self.loss_fn, self._own_step, self._options = loss_fn, options.own_step, options
         self.parts, self._wrapped, self._device = parts, parts.wrapped, parts.world.device
         self._buffers: list[torch.Tensor] = []
