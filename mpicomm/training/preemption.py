@@ -29,6 +29,7 @@ SIGNALS = (signal.SIGTERM, *_WARNINGS)
 # after the first one ends the process at once.
 _REPEAT_SECONDS = 10.0
 _POLL_SECONDS = 60.0  # maximum interval of scheduler queries
+_UNLIMITED_IN_FLUX = 2**32 - 1  # the seconds that Flux reports for a job without a limit
 
 
 class Preempted(SystemExit):
@@ -121,9 +122,6 @@ def _ignore(_number: int, _frame: types.FrameType | None) -> None:
 
 
 # -- the remaining time of a job ---------------------------------------------------------------------------------------
-
-
-_UNLIMITED_IN_FLUX = 2**32 - 1
 
 
 def scheduler_clock(environ: Mapping[str, str]) -> Callable[[], float | None] | None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
+from mpicomm import arguments
+from mpicomm.arguments import POSITIVE
 from mpicomm.collective_ops import collectives
 from mpicomm.training import checkpoint, parallel, rank_sync, state
 from mpicomm.training.assembly import Assembly
@@ -20,20 +26,15 @@ from mpicomm.training.data import DataSource, LoaderOptions
 from mpicomm.training.evaluation import Metric
 from mpicomm.training.preemption import Preempted, StopRequest, is_of_all_ranks
 from mpicomm.training.reporting import Reporter, ReportOptions
+from mpicomm.training.state import Position
 from mpicomm.training.step_profile import ProfileOptions
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-import dataclasses
-import itertools
-import math
-import time
-from typing import TypeVar
+T = TypeVar("T")
 
-from mpicomm import arguments
-from mpicomm.arguments import POSITIVE
-from mpicomm.training.state import Position
+_SECONDS = arguments.number("a positive number of seconds", lambda value: value > 0).or_none()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,11 +310,6 @@ def opened(fit_call: FitCall, options: LoopOptions, parts: Assembly, *, recovers
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-_SECONDS = arguments.number("a positive number of seconds", lambda value: value > 0).or_none()
 
 
 @dataclasses.dataclass

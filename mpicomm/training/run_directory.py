@@ -35,6 +35,7 @@ COMPLETE = "COMPLETE"
 _INCOMPLETE = "INCOMPLETE"  # the same marker while the content is written or removed
 _LOCK = ".lock"  # also contains the ID of the run
 _LOCK_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
+TEMPORARY_SUFFIX = ".new"  # of a file that is being written
 _PREFIX = "step-"
 _REPLACED = r"\.[0-9a-f]{32}"  # added to the name of a checkpoint while another one of this name takes its place
 _TEMPORARY = re.compile(r"step-.*\.[0-9a-f]{32}\.partial")  # names of incomplete checkpoints
@@ -335,9 +336,6 @@ def _warning_on_failure(path: Path) -> Iterator[None]:
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
-
-
-TEMPORARY_SUFFIX = ".new"
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from mpicomm import arguments
-from mpicomm.arguments import POSITIVE, TEXT
-from mpicomm.training.callbacks import Callback
-
-if TYPE_CHECKING:
-    from mpicomm.training.trainer import Trainer
-
-import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from mpicomm import arguments
+from mpicomm.arguments import POSITIVE, TEXT
+from mpicomm.training.callbacks import Callback
 from mpicomm.training.parallel import FSDPModel, local
 
 if TYPE_CHECKING:
     from mpicomm.training.trainer import Trainer
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mpicomm.training.trainer import Trainer
 
 _MODE = arguments.one_of("min", "max")
 _NOT_NEGATIVE = arguments.number("a non-negative number", lambda value: value >= 0)
