@@ -111,32 +111,6 @@ OWN_STEP = arguments.function(
     "a function of the model and a batch, or None",
     'Pass a function that calls the model, and returns the loss or {"loss": loss, "accuracy": accuracy}.',
 )
-_RESERVED = {"event", "time", "step", "epoch", "consumed", "lr", "samples_per_s", "memory_mib"}
-
-
-def metrics_in(returned: Any) -> dict[str, torch.Tensor]:
-    """Return the metrics other than the loss that a training step of the user has returned, without gradients.
-
-    Raises:
-        TypeError: If a metric is not one number.
-        ValueError: If its name is one of the metrics file.
-    """
-    metrics = {}
-    for name, value in returned.items() if isinstance(returned, Mapping) else ():
-        if name == "loss":
-            continue
-        if not isinstance(name, str) or name in _RESERVED or name.endswith("_s"):
-            raise ValueError(
-                f"training_step must return metrics under names of its own, got {name!r}, which entries of the metrics "
-                f"file use.\nRename this metric."
-            )
-        if not (isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
-            raise TypeError(
-                f"training_step must return one number for the metric {name!r}, got {_shown(value)}.\n"
-                f"Return the mean over the batch."
-            )
-        metrics[name] = torch.as_tensor(value).detach().reshape(())
-    return metrics
 
 
 def loss_in(outputs: Any) -> Any:

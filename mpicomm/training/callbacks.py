@@ -226,7 +226,7 @@ def _checked(callbacks: Any) -> list[Callback]:
         return []
     is_list = isinstance(callbacks, Iterable) and not isinstance(callbacks, (str, Mapping))
     listed = list(callbacks) if is_list else [callbacks]
-    for callback in listed if is_list else [callbacks]:
+    for callback in listed:
         if not is_list or not isinstance(callback, Callback):
             got = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise TypeError(

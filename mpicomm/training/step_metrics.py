@@ -70,8 +70,12 @@ class StepMetrics:
 
     # -- the values of this rank -------------------------------------------------------------------------------------
 
-    def log(self, values: Mapping[str, Any]) -> None:
+    def log(self, values: Mapping[str, Any], call: str = "log") -> None:
         """Add a value for each name.
+
+        Args:
+            values: Numbers, or tensors of one element.
+            call: The function of the values, for errors.
 
         Raises:
             TypeError: If a value is neither a number nor a tensor.
@@ -80,9 +84,10 @@ class StepMetrics:
         for name, value in values.items():
             if name in STEP_FIELDS:
                 raise ValueError(
-                    f"log: {name!r} is the name of a field of each step entry.\nUse another name, such as 'my_{name}'."
+                    f"{call}: {name!r} is the name of a field of each step entry.\n"
+                    f"Use another name, such as 'my_{name}'."
                 )
-            number = _number(name, value)
+            number = _number(f"{call}: {name}", value)
             if self._weight:
                 self._of_batch.append((name, number, self._weight))
 
@@ -191,20 +196,20 @@ def _flat(sums: Sums, names: Sequence[str]) -> list[float]:
     return [number for name in names for number in sums.get(name, (0.0, 0.0))]
 
 
-def _number(name: str, value: Any) -> Any:
+def _number(label: str, value: Any) -> Any:
     """Return the value as a number; on a GPU as a tensor, because reading it would wait for the GPU."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(
-                f"log: {name} must be a number or a tensor of one element, got a tensor of shape "
-                f"{list(value.shape)}.\nLog a statistic of it, such as {name}.mean()."
+                f"{label} must be a number or a tensor of one element, got a tensor of shape {list(value.shape)}.\n"
+                f"Pass a statistic of it, such as its mean()."
             )
         return value.item() if value.device.type == "cpu" else value.detach().double().reshape(())
     try:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(
-            f"log: {name} must be a number or a tensor of one element, got {shown(value)} ({type(value).__name__}).\n"
+            f"{label} must be a number or a tensor of one element, got {shown(value)} ({type(value).__name__}).\n"
             f"Pass a number."
         ) from None
 

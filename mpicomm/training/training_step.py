@@ -14,7 +14,7 @@ from mpicomm import arguments
 from mpicomm.training import batches, parallel, randomness
 from mpicomm.training.batches import LossFunction, OwnStep
 from mpicomm.training.data import Batch, Step
-from mpicomm.training.step_metrics import Clock
+from mpicomm.training.step_metrics import LOSS, Clock
 
 if TYPE_CHECKING:
     from mpicomm.training.assembly import Assembly
@@ -196,8 +196,8 @@ class TrainingStep:
             with _SYNCHRONIZED if is_last else self._wrapped.unsynchronized():
                 metrics.begin_batch(batch.count)
                 loss, outputs, _ = self._forward_in_training(self._wrapped.model, batch)
-                if self._own_step is not None:
-                    metrics.log(batches.metrics_in(outputs))
+                if self._own_step is not None and isinstance(outputs, Mapping):
+                    metrics.log({name: value for name, value in outputs.items() if name != LOSS}, "training_step")
                 is_finite = metrics.end_batch(self.parts.position.step, batch, loss) and is_finite
                 # DDP and FSDP average over the ranks with equal weights, so scale by this rank's share of the samples.
                 weight = batch.count * self.parts.world.size / count

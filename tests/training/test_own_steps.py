@@ -150,8 +150,8 @@ def pair_by_hand(data: Any, batch: int) -> list[torch.Tensor]:
         (lambda loss: loss.item(), TypeError, r"training_step must return a tensor of shape \[\], or a mapping"),
         (lambda loss: {"other": loss}, TypeError, r"training_step must return a tensor .* got a NoneType"),
         (lambda loss: loss.detach(), ValueError, r"training_step must return a loss that depends on"),
-        (lambda loss: {"loss": loss, "step": 1.0}, ValueError, r"names of its own, got 'step'"),
-        (lambda loss: {"loss": loss, "a": torch.ones(2)}, TypeError, r"one number for the metric 'a', got a tensor"),
+        (lambda loss: {"loss": loss, "step": 1.0}, ValueError, r"training_step: 'step' is the name of a field"),
+        (lambda loss: {"loss": loss, "a": torch.ones(2)}, ValueError, r"training_step: a must be a number or a tensor"),
     ],
 )
 def test_other_results_of_a_step_are_refused(world: mpicomm.World, found: Any, error: Any, message: str) -> None:
