@@ -29,6 +29,7 @@ import mpicomm
 from mpicomm.collective_ops import collectives
 from mpicomm.training import preemption
 from mpicomm.training.checkpoint import Checkpoints
+from mpicomm.training.run_directory import RunDirectory
 from mpicomm.training.trainer import Trainer
 from tests.time_limits import wait_until
 from tests.training import test_steps
@@ -452,7 +453,7 @@ def test_all_ranks_raise_the_error_of_a_failed_checkpoint_at_the_next_step(
 
     monkeypatch.setattr(Checkpoints, "_save", late)
     monkeypatch.setattr(Checkpoints, "save", started)
-    monkeypatch.setattr(Checkpoints, "_publish", full)
+    monkeypatch.setattr(RunDirectory, "publish", full)
     trainer = make_trainer(checkpoint_dir=directory, save_every=3)
     inner = trainer.loss_fn
 
