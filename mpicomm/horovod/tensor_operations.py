@@ -307,7 +307,7 @@ class Compression:
 def _compressed(call: FunctionCall, compression: type[Compressor], run: Callable[..., Tensors], *args: Any) -> Any:
     """Run a call with compressed tensors, and decompress the results."""
     compressed = [compression.compress(tensor) for tensor in call.tensors]
-    reduced = run(call._replace(tensors=[tensor for tensor, _ in compressed], is_grouped=True), *args)
+    reduced = run(FunctionCall(call.function, [tensor for tensor, _ in compressed], True, False, False), *args)
     results = [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
     return results if call.is_grouped else results[0]
 

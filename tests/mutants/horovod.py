@@ -103,8 +103,8 @@ MUTANTS = [
     ),
     Mutant(
         "_compressed",
-        old="call._replace(tensors=[tensor for tensor, _ in compressed], is_grouped=True)",
-        new="call._replace(tensors=[tensor for tensor, _ in compressed], is_grouped=False)",
+        old="FunctionCall(call.function, [tensor for tensor, _ in compressed], True, False, False)",
+        new="FunctionCall(call.function, [tensor for tensor, _ in compressed], False, False, False)",
         fault="hvd.grouped_allreduce returns one tensor.",
         tests="tests/horovod/test_tensor_operations.py -k in_place_and_grouped",
         ranks=2,

@@ -62,6 +62,7 @@ if bucket not in self._started:
         new="isinstance(groups, int)",
         fault="hvd.DistributedOptimizer(groups=0) reduces no gradient.",
         tests="tests/horovod/test_optimizer.py -k arguments_are_checked",
+        ranks=2,
     ),
     Mutant(
         "ElasticSampler.__iter__",
