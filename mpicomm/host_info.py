@@ -28,7 +28,7 @@ def gpus(environ: Mapping[str, str]) -> int:
     """Return the number of GPUs without CUDA, which takes seconds; the GPUs of a container are in its /dev."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([each for each in visible.split(",") if each.strip() not in ("", "-1", "NoDevFiles")])
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
     nodes = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
     return len(nodes) or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
@@ -67,7 +67,7 @@ def is_older(version: str, other: str) -> bool:
     """Return whether a version is older than another one, by their first three numbers."""
 
     def numbers(text: str) -> list[int]:
-        return [int(each) for each in re.findall(r"\d+", text.partition("+")[0])[:3]]
+        return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:3]]
 
     return numbers(version) < numbers(other)
 

@@ -92,43 +92,43 @@ def numa_nodes(cpus: Iterable[int], directory: Path) -> list[int]:
         directory: The directory in which Linux describes the nodes.
     """
     wanted = set(cpus)
-    found = []
+    nodes = []
     for path in directory.glob("node[0-9]*/cpulist"):
         here = hang_report.parse_ranges(path.read_text().strip().replace(",", ", "))
         if wanted.intersection(here):
-            found.append(int(path.parent.name.removeprefix("node")))
-    return sorted(found)
+            nodes.append(int(path.parent.name.removeprefix("node")))
+    return sorted(nodes)
 
 
 def differences(gathered: Iterable[JobInfo]) -> dict[str, dict[str, list[int]]]:
     """Return, for each name of a software, its values and the ranks that have each value."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for each in gathered:
-        for name, value in each.software.items():
-            found.setdefault(name, {}).setdefault(value, []).append(each.rank)
-    return found
+    ranks: dict[str, dict[str, list[int]]] = {}
+    for info in gathered:
+        for name, value in info.software.items():
+            ranks.setdefault(name, {}).setdefault(value, []).append(info.rank)
+    return ranks
 
 
 def shown_launchers(environment: Mapping[str, str]) -> list[Launcher]:
     """Return the launchers to show in the table: torchrun, Slurm, and the MPI launchers whose variables are set."""
-    others = [each for each in known_launchers.MPI_LAUNCHERS if each.rank in environment]
+    others = [launcher for launcher in known_launchers.MPI_LAUNCHERS if launcher.rank in environment]
     return [known_launchers.TORCHRUN, known_launchers.SLURM, *others]
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    names = {name for each in known_launchers.ALL for name in each.variables()}
+    names = {name for launcher in known_launchers.ALL for name in launcher.variables()}
     return {name: environ[name] for name in sorted(names) if name in environ}
 
 
-def description(what: str, command: str) -> dict[str, Any]:
+def description(quantity: str, command: str) -> dict[str, Any]:
     """Return the head of a results file.
 
     Args:
-        what: The measured quantity and its unit.
+        quantity: The measured quantity and its unit.
         command: The command that was run.
     """
     date = time.strftime("%Y-%m-%d")
-    return {"command": command, "what": what, "date": date, "machine": machine(), "versions": versions()}
+    return {"command": command, "what": quantity, "date": date, "machine": machine(), "versions": versions()}
 
 
 def machine() -> dict[str, Any]:
@@ -146,32 +146,32 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the MPI library, if there is one, of Python, and of the packages."""
-    found = {}
+    of_mpi = {}
     with contextlib.suppress(MPINotFoundError):
         library = mpi.library()
-        found[library.vendor] = library.version
-    return {**found, **host_info.versions()}
+        of_mpi[library.vendor] = library.version
+    return {**of_mpi, **host_info.versions()}
 
 
 def _software(world: World) -> dict[str, str]:
-    found = host_info.versions()
+    software = host_info.versions()
     if world.comm is not None:
-        found["MPI"] = mpi.library().title
-        found["MPI thread level"] = _THREADS[mpi.api().Query_thread()]
-        found["fault tolerance"] = "on (ULFM)" if mpi.tolerates_failures() else "off"
-        found["shared memory"] = _shared_memory(Settings.from_environ(os.environ))
+        software["MPI"] = mpi.library().title
+        software["MPI thread level"] = _THREADS[mpi.api().Query_thread()]
+        software["fault tolerance"] = "on (ULFM)" if mpi.tolerates_failures() else "off"
+        software["shared memory"] = _shared_memory(Settings.from_environ(os.environ))
     else:
-        found["MPI"] = "not in use"
+        software["MPI"] = "not in use"
     if world.device.type == "cuda":
-        found["CUDA"] = torch.version.cuda or torch.version.hip or "?"
+        software["CUDA"] = torch.version.cuda or torch.version.hip or "?"
         if torch.distributed.is_nccl_available():
-            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+            software["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         if world.comm is not None:
-            found["GPU tensors"] = (
+            software["GPU tensors"] = (
                 "CUDA-aware MPI" if gpu_probe.is_claimed(os.environ) else "staged through host memory"
             )
-    found["backend"] = world.backend or "none"
-    return found | _variables_of_torch("OMP_NUM_THREADS", _THP)
+    software["backend"] = world.backend or "none"
+    return software | _variables_of_torch("OMP_NUM_THREADS", _THP)
 
 
 def _shared_memory(settings: Settings) -> str:

@@ -177,8 +177,8 @@ def _copy(streams: dict[int, int], log: int, pid: int) -> int:
 
 
 def _status_if_ended(pid: int) -> int | None:
-    found, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def _write(file: int, data: bytes) -> None:

@@ -32,11 +32,11 @@ def console(stream: TextIO | None = None, *, width: int) -> Console:
         width: The width in columns where the output is not shown on a terminal.
     """
     stream = stream or sys.stdout
-    found = columns(stream)
+    shown_width = columns(stream)
     return Console(
         file=stream,
-        width=found or width,
-        force_terminal=found is not None,
+        width=shown_width or width,
+        force_terminal=shown_width is not None,
         color_system=None if os.environ.get("NO_COLOR") else "auto",  # rich itself would still print bold and italics
     )
 
@@ -52,15 +52,15 @@ def table(
         right: The titles of the columns that are aligned to the right.
         options: Further arguments of `rich.table.Table`.
     """
-    found = Table(title_justify="left", **options)
+    shown = Table(title_justify="left", **options)
     for title in titles:
-        found.add_column(Text(title), justify="right" if title in right else "left")
+        shown.add_column(Text(title), justify="right" if title in right else "left")
     for row in rows:
         if row is None:
-            found.add_section()
+            shown.add_section()
         else:
-            found.add_row(*[Text(str(cell)) for cell in row])  # Text: rich would parse [bold] in a str as markup
-    return found
+            shown.add_row(*[Text(str(cell)) for cell in row])  # Text: rich would parse [bold] in a str as markup
+    return shown
 
 
 def columns(stream: TextIO) -> int | None:
@@ -80,14 +80,14 @@ def columns(stream: TextIO) -> int | None:
 
 def processes_above() -> list[tuple[int, str]]:
     """Return the process ids and names of the ancestors of this process, the parent first."""
-    found: list[tuple[int, str]] = []
+    ancestors: list[tuple[int, str]] = []
     pid = os.getppid()
     with contextlib.suppress(OSError, ValueError, IndexError):
         while pid > 1:
             name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
-            found.append((pid, name))
+            ancestors.append((pid, name))
             pid = int(rest.split()[1])
-    return found
+    return ancestors
 
 
 def _width_of_file(path: str) -> int | None:

@@ -56,9 +56,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     number.add_argument(*run_line.PER_NODE, metavar="N", type=_per_node, help="number of ranks on each host")
     parser.add_argument(*run_line.FOREIGN, action=_Refuse, help=argparse.SUPPRESS)
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hosts", metavar="A:4,B:4", help="hosts, and the number of ranks on each")
-    where.add_argument("--hostfile", metavar="F", help="hosts in a file: `a slots=4` or `a:4` on each line")
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--hosts", metavar="A:4,B:4", help="hosts, and the number of ranks on each")
+    hosts.add_argument("--hostfile", metavar="F", help="hosts in a file: `a slots=4` or `a:4` on each line")
     parser.add_argument(
         "--env",
         metavar="NAME[=VALUE]",

@@ -109,7 +109,7 @@ def read(directory: Path) -> list[RankDump]:
             f"{directory} has no files {_FILES}.\nPass a job's directory, such as mpicomm-dumps/20261121-102043-33575."
         )
     contents = [_content(path) for path in paths]
-    return [_dump(each, contents) for each in contents]
+    return [_dump(content, contents) for content in contents]
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -127,29 +127,29 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _dump(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> RankDump:
     # 1. the difference to the clock of rank 0
-    offset, how = _offset(content, contents)
+    offset, clock = _offset(content, contents)
     if offset is not None:
         shift, error = offset["seconds"], offset["error"]
     else:  # the wall clocks of the hosts
-        base = min(contents, key=lambda each: each["rank"])
+        base = min(contents, key=lambda other: other["rank"])
         shift, error = content["written"] - content["monotonic"] - base["written"] + base["monotonic"], 0.0
     # 2. the operations
     entries = []
     for fields in content["operations"]:
-        called, start, end = (None if each is None else each + shift for each in fields["monotonic"])
+        called, start, end = (None if moment is None else moment + shift for moment in fields["monotonic"])
         assert called is not None
         end = max(called, content["monotonic"] + shift if end is None else end)
         entries.append(DumpedOperation(content["rank"], called, start, end, fields))
-    return RankDump(content["rank"], content["size"], content["host"], how, error, entries)
+    return RankDump(content["rank"], content["size"], content["host"], clock, error, entries)
 
 
 def _offset(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> tuple[dict[str, float] | None, str]:
     """Return the offset of a rank's clock, its own or that of another rank with this clock, and how it was found."""
-    same = [each for each in contents if each["clock"] and each["clock"] == content["clock"]]
-    known = [each["offset"] for each in [content, *same] if each["offset"] is not None]
+    same = [other for other in contents if other["clock"] and other["clock"] == content["clock"]]
+    known = [other["offset"] for other in [content, *same] if other["offset"] is not None]
     if not known:
         return None, "wall clock"
-    best = min(known, key=lambda each: each["error"])
+    best = min(known, key=lambda offset: offset["error"])
     return best, "measured" if best["error"] else "same clock"
 
 
@@ -169,13 +169,13 @@ def _waits_in_collectives(dumps: Sequence[RankDump]) -> list[RankWait]:
             last[place] = max(last[place], key[2])
     # 2. the waits in each collective
     dumped = {dump.rank for dump in dumps}
-    found = []
+    collected = []
     for (group, members, sequence), by_rank in calls.items():
         ranks = hang_report.parse_ranges(members) if members else range(dumps[0].size)
         others = [rank for rank in ranks if rank not in by_rank and last[group, members, rank] < sequence]
         absent = {rank: _NOT_ARRIVED if rank in dumped else _NO_FILE for rank in others}
-        found += [wait for entry in by_rank.values() if (wait := _wait(entry, by_rank, absent)) is not None]
-    return found
+        collected += [wait for entry in by_rank.values() if (wait := _wait(entry, by_rank, absent)) is not None]
+    return collected
 
 
 def _wait(entry: DumpedOperation, by_rank: dict[int, DumpedOperation], absent: dict[int, str]) -> RankWait | None:
@@ -195,7 +195,7 @@ def _wait(entry: DumpedOperation, by_rank: dict[int, DumpedOperation], absent: d
                 return RankWait(entry, entry.start, late, entry.end, why)
     # 3. the last one that has
     arrivals = {rank: _arrival(by_rank[rank]) for rank in needs if rank in by_rank and rank != entry.rank}
-    rank = max(arrivals, key=lambda each: arrivals[each], default=None)
+    rank = max(arrivals, key=lambda other: arrivals[other], default=None)
     if rank is None or arrivals[rank] <= entry.start:
         return None
     return RankWait(entry, entry.start, [rank], min(arrivals[rank], entry.end))
@@ -209,19 +209,19 @@ def _waits_for_messages(dumps: Sequence[RankDump]) -> list[RankWait]:
     """Return the waits in `wait()` until the other rank has called its end of the message."""
     dumped = {dump.rank for dump in dumps}
     sends, receives = _messages(dumps)
-    found = []
+    collected = []
     for ends, other_ends in ((sends, receives), (receives, sends)):
         for key, entry in ends.items():
             if entry.start is None:
                 continue
             if (other := other_ends.get(key)) is not None:
                 if other.called > entry.start:
-                    found.append(RankWait(entry, entry.start, [other.rank], min(other.called, entry.end)))
+                    collected.append(RankWait(entry, entry.start, [other.rank], min(other.called, entry.end)))
             elif not entry.is_over:
                 peer = entry.fields["peer"]
                 why = _NOT_ARRIVED if peer in dumped else _NO_FILE
-                found.append(RankWait(entry, entry.start, [peer], entry.end, why))
-    return found
+                collected.append(RankWait(entry, entry.start, [peer], entry.end, why))
+    return collected
 
 
 def arrows(dumps: Sequence[RankDump]) -> list[MessageArrow]:
@@ -249,18 +249,19 @@ def _messages(dumps: Sequence[RankDump]) -> tuple[_Ends, _Ends]:
 
 
 def summary(dumps: Sequence[RankDump]) -> dict[str, Any]:
-    """Return the figures of a job: of all ranks, and of each."""
-    found = waits(dumps)
+    """Return the times and numbers of a job: of all ranks, and of each."""
+    all_waits = waits(dumps)
     entries = [entry for dump in dumps for entry in dump.entries]
-    start, end = min((each.called for each in entries), default=0.0), max((each.end for each in entries), default=0.0)
+    start = min((entry.called for entry in entries), default=0.0)
+    end = max((entry.end for entry in entries), default=0.0)
     ranks = [
         {
             "rank": dump.rank,
             "host": dump.host,
             "operations": len(dump.entries),
-            "not_over": sum(not each.is_over for each in dump.entries),
-            "wait_seconds": sum(each.end - each.start for each in found if each.entry.rank == dump.rank),
-            "waited_for_seconds": sum(each.end - each.start for each in found if dump.rank in each.ranks),
+            "not_over": sum(not entry.is_over for entry in dump.entries),
+            "wait_seconds": sum(wait.end - wait.start for wait in all_waits if wait.entry.rank == dump.rank),
+            "waited_for_seconds": sum(wait.end - wait.start for wait in all_waits if dump.rank in wait.ranks),
             "clock": dump.clock,
             "clock_error_seconds": dump.error,
         }
@@ -277,9 +278,9 @@ def trace(dumps: Sequence[RankDump]) -> dict[str, Any]:
         writer.add_rank(dump)
     for wait in waits(dumps):
         writer.add_wait(wait)
-    for arrow in sorted(arrows(dumps), key=lambda each: each.send.called):
+    for arrow in sorted(arrows(dumps), key=lambda arrow: arrow.send.called):
         writer.add_arrow(arrow)
-    clocks = {f"rank {each.rank}": f"{each.clock}, error up to {each.error * 1e6:.1f} us" for each in dumps}
+    clocks = {f"rank {dump.rank}": f"{dump.clock}, error up to {dump.error * 1e6:.1f} us" for dump in dumps}
     return {"traceEvents": writer.events, "displayTimeUnit": "ns", "otherData": {"producer": "mpicomm", **clocks}}
 
 
@@ -358,13 +359,13 @@ class _Writer:
 def _lanes(entries: Sequence[DumpedOperation]) -> Iterator[tuple[str, list[DumpedOperation]]]:
     """Distribute operations over lanes, in which they do not overlap; return the lanes with their names."""
     by_name: dict[str, list[list[DumpedOperation]]] = collections.defaultdict(list)
-    for entry in sorted(entries, key=lambda each: each.called):
+    for entry in sorted(entries, key=lambda entry: entry.called):
         group = f"group {entry.fields['group']}"
         lanes = by_name[f"messages of {group}" if entry.is_message else group]
         free = next((lane for lane in lanes if lane[-1].end <= entry.called), None)
         if free is None:
             lanes.append(free := [])
         free.append(entry)
-    for name, lanes in sorted(by_name.items(), key=lambda each: (each[0].startswith("messages"), each[0])):
+    for name, lanes in sorted(by_name.items(), key=lambda item: (item[0].startswith("messages"), item[0])):
         for number, lane in enumerate(lanes, 1):
             yield name if number == 1 else f"{name} ({number})", lane
