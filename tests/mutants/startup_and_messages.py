@@ -291,13 +291,6 @@ MUTANTS = [
         tests="tests/unit/test_structure.py -k sorted_and_listed",
     ),
     Mutant(
-        "wait_for_all_ranks",
-        old="if count:",
-        new="if False:",
-        fault="bootstrap() continues without the ranks that have not arrived.",
-        tests="tests/launch/test_failures.py -k one_rank_is_missing",
-    ),
-    Mutant(
         "mpi_job._form",
         old="position = topology.from_nodes(comm.rank, agreed.nodes[: agreed.size], agreed.hosts[: agreed.size])",
         new="pass",
