@@ -23,9 +23,9 @@ from mpicomm.backend.algorithms import AlgorithmSelector
 from mpicomm.backend.dense_collectives import DenseCollectives
 from mpicomm.backend.future_callbacks import OrderedFuture
 from mpicomm.backend.group_state import GroupState
-from mpicomm.backend.messages import PendingMessages
 from mpicomm.backend.monitored import MonitoredBarrier
 from mpicomm.backend.operations import Collective
+from mpicomm.backend.send_recv import PendingMessages
 from mpicomm.backend.staging import Transport
 from mpicomm.backend.work import CompletedWork, QueuedWork, WorkBatch
 from mpicomm.backend.worker_thread import Worker, require_threads

@@ -37,7 +37,7 @@ from mpicomm.backend.torch_internals import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class CollectiveStep:
     """A part of a collective that runs on its own: one for each tensor of a coalesced operation."""
 
     run: Callable[..., None]
@@ -63,7 +63,7 @@ class Collective:
     """One call of a collective operation."""
 
     name: str
-    steps: Sequence[Step]
+    steps: Sequence[CollectiveStep]
 
     results: Tensors
     """The tensors that the operation writes on this rank."""
@@ -139,7 +139,7 @@ Pairs = Sequence[tuple[Tensors, Tensors]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class CollectiveOperation:
     """A row of the table: a collective method of torch's process groups."""
 
     method: str
@@ -222,7 +222,7 @@ _FIELDS = {"op": "reduceOp", "root": "rootRank"}
 class _Checked:
     """One call, whose arguments are checked by the functions below; each error names the operation and the argument."""
 
-    def __init__(self, row: Operation, dense: DenseCollectives, opts: Any) -> None:
+    def __init__(self, row: CollectiveOperation, dense: DenseCollectives, opts: Any) -> None:
         self.row, self.dense, self.opts = row, dense, opts
         self.rank, self.size = dense.comm.rank, dense.comm.size
         self.called = row.called or row.name
@@ -237,7 +237,7 @@ class _Checked:
         """Return how to reduce tensors of a dtype."""
         return reductions.plan(self.opts.reduceOp, dtype, self.size, self.called, is_sparse=self.is_sparse)
 
-    def step(self, outputs: Tensors, sources: Tensors, **settings: Any) -> Step:
+    def step(self, outputs: Tensors, sources: Tensors, **settings: Any) -> CollectiveStep:
         """Return the step of the call on one pair of outputs and inputs."""
         row = self.row
         settings |= self.counts | ({} if self.root is None else {"root": self.root})
@@ -247,7 +247,7 @@ class _Checked:
                 use = Use(reads=True, writes=self.is_root)
             else:  # broadcast
                 use = Use(reads=self.is_root, writes=not self.is_root)
-            return Step(run, outputs, (use,), 1)
+            return CollectiveStep(run, outputs, (use,), 1)
         output_use = Use(reads=False, writes=True, is_spread=row.output is Side.BLOCKS and not self.any_size)
         source_use = Use(reads=True, writes=False, is_spread=row.source is Side.BLOCKS and not self.any_size)
         uses = [*[output_use] * len(outputs), *[source_use] * len(sources)]
@@ -262,7 +262,7 @@ class _Checked:
                 of_sources if row.source is Side.LIST else of_sources[0],
             )
 
-        return Step(run_on_sides, [*outputs, *sources], uses, self.size if is_even else None)
+        return CollectiveStep(run_on_sides, [*outputs, *sources], uses, self.size if is_even else None)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -416,7 +416,9 @@ def _sparse_all_reduce(call: _Checked, tensor: torch.Tensor) -> Collective:
         buffers.settle(tensor)
 
     also = f"{reduction.name} sparse"
-    return Collective("all_reduce", [Step(run, (), (), None)], [tensor], [tensor], [tensor], None, also, False)
+    return Collective(
+        "all_reduce", [CollectiveStep(run, (), (), None)], [tensor], [tensor], [tensor], None, also, False
+    )
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -429,88 +431,88 @@ def _as_is(tensors: Any) -> Any:
 _AS_IS = (_as_is, _as_is)
 _LIST, _LISTS = dispatcher.as_list, dispatcher.as_lists
 
-TABLE: Sequence[Operation] = (
+TABLE: Sequence[CollectiveOperation] = (
     # -- reductions
-    Operation(
+    CollectiveOperation(
         "allreduce", "all_reduce", AllreduceOptions, _in_place_or_sparse, DenseCollectives.all_reduce,
         Side.TENSOR, Side.NONE, "All-reduce a tensor in place; sparse tensors (COO) support sums only.",
         reduces=True, passed=(_LIST,),
     ),
-    Operation(
+    CollectiveOperation(
         "allreduce_coalesced", "all_reduce", AllreduceCoalescedOptions, _all_in_place, DenseCollectives.all_reduce,
         Side.TENSOR, Side.NONE, "All-reduce several tensors in place.",
         called="all_reduce_coalesced", reduces=True, passed=(_as_is,),
     ),
-    Operation(
+    CollectiveOperation(
         "reduce", "reduce", ReduceOptions, _in_place, DenseCollectives.reduce,
         Side.TENSOR, Side.NONE, "Reduce a tensor in place on the root; those of other ranks keep their content.",
         root="dst", reduces=True, passed=(_LIST,),
     ),
-    Operation(
+    CollectiveOperation(
         "reduce_scatter", "reduce_scatter", ReduceScatterOptions, _list_of_inputs, DenseCollectives.reduce_scatter_list,
         Side.TENSOR, Side.LIST, "Reduce a list with one tensor for each rank; sizes may differ between ranks.",
         lists="input_list", reduces=True, passed=(_LIST, _LISTS),
     ),
-    Operation(
+    CollectiveOperation(
         "reduce_scatter_single", "reduce_scatter", ReduceScatterOptions, _blocks, DenseCollectives.reduce_scatter,
         Side.TENSOR, Side.BLOCKS, "Reduce a tensor of group size times the output; each rank receives its block.",
         called="reduce_scatter_tensor", reduces=True, passed=_AS_IS,
     ),
-    Operation(
+    CollectiveOperation(
         "reduce_scatter_single_coalesced", "reduce_scatter", ReduceScatterOptions, _all_blocks,
         DenseCollectives.reduce_scatter, Side.TENSOR, Side.BLOCKS,
         "Reduce several tensors, each of group size times its output; each rank receives its blocks.",
         called="reduce_scatter_tensor_coalesced", reduces=True, passed=_AS_IS,
     ),
     # -- data movement
-    Operation(
+    CollectiveOperation(
         "broadcast", "broadcast", BroadcastOptions, _in_place, DenseCollectives.broadcast,
         Side.TENSOR, Side.NONE, "Copy the root's tensor to all ranks.",
         root="src", passed=(_LIST,),
     ),
-    Operation(
+    CollectiveOperation(
         "allgather", "all_gather", AllgatherOptions, _list_of_outputs, DenseCollectives.all_gather_list,
         Side.LIST, Side.TENSOR, "Gather every rank's tensor into a list on every rank; sizes may differ between ranks.",
         lists="tensor_list", compares_outputs=True, passed=(_LISTS, _LIST),
     ),
-    Operation(
+    CollectiveOperation(
         "allgather_coalesced", "all_gather", AllgatherOptions, _several_lists_of_outputs,
         DenseCollectives.all_gather_list, Side.LIST, Side.TENSOR,
         "Gather several tensors of every rank: `outputs[r]` receives those of rank r.",
         called="all_gather_coalesced", compares_outputs=True, passed=_AS_IS,
     ),
-    Operation(
+    CollectiveOperation(
         "all_gather_single", "all_gather", AllgatherOptions, _blocks, DenseCollectives.all_gather,
         Side.BLOCKS, Side.TENSOR, "Gather every rank's tensor into one tensor on every rank.",
         called="all_gather_into_tensor", passed=_AS_IS,
     ),
-    Operation(
+    CollectiveOperation(
         "all_gather_single_coalesced", "all_gather", AllgatherOptions, _all_blocks, DenseCollectives.all_gather,
         Side.BLOCKS, Side.TENSOR, "Gather several tensors of every rank, each into its own output, on every rank.",
         called="all_gather_into_tensor_coalesced", passed=_AS_IS,
     ),
-    Operation(
+    CollectiveOperation(
         "gather", "gather", GatherOptions, _list_of_outputs, DenseCollectives.gather,
         Side.LIST, Side.TENSOR, "Gather every rank's tensor into a list on the root; sizes may differ between ranks.",
         root="dst", lists="gather_list", any_size=True, passed=(_LISTS, _LIST),
     ),
-    Operation(
+    CollectiveOperation(
         "gather_single", "gather", GatherOptions, _blocks_of_root, DenseCollectives.gather_single,
         Side.BLOCKS, Side.TENSOR, "Gather every rank's tensor into one on the root; other ranks' outputs are ignored.",
         called="gather_into_tensor", root="dst",
     ),
-    Operation(
+    CollectiveOperation(
         "scatter", "scatter", ScatterOptions, _list_of_inputs, DenseCollectives.scatter,
         Side.TENSOR, Side.LIST, "Send one tensor of the root's list to each rank; sizes may differ between ranks.",
         root="src", lists="scatter_list", any_size=True, compares_outputs=True, passed=(_LIST, _LISTS),
     ),
-    Operation(
+    CollectiveOperation(
         "all_to_all_single", "all_to_all", AllToAllOptions, _rows, DenseCollectives.all_to_all,
         Side.BLOCKS, Side.BLOCKS,
         "Exchange rows of tensors; either all ranks omit both lists of split sizes, or each rank passes at least one.",
         called="all_to_all_single", passed=_AS_IS,
     ),
-    Operation(
+    CollectiveOperation(
         "alltoall", "all_to_all", AllToAllOptions, _two_lists, DenseCollectives.all_to_all_list,
         Side.LIST, Side.LIST, "Send each rank its tensor of a list and receive one from each; sizes may differ.",
         any_size=True, passed=_AS_IS,

@@ -20,7 +20,7 @@ from mpicomm.backend import checks, dispatcher, groups, torch_internals
 from mpicomm.backend.buffers import Tensors
 from mpicomm.backend.executor import Executor
 from mpicomm.backend.fast_path import FastPath
-from mpicomm.backend.operations import TABLE, Operation
+from mpicomm.backend.operations import TABLE, CollectiveOperation
 from mpicomm.backend.torch_internals import active_modes
 
 Timeout = datetime.timedelta | None
@@ -200,7 +200,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def _call(self, operation: Operation, args: Sequence[Any], keywords: dict[str, Any]) -> dist.Work:
+    def _call(self, operation: CollectiveOperation, args: Sequence[Any], keywords: dict[str, Any]) -> dist.Work:
         """Run a call that does not take the fast path."""
         arguments, opts = operation.bind(args, keywords)
         values = list(arguments.values())
@@ -272,7 +272,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._executor.abort()
 
 
-def _add_method(operation: Operation) -> None:
+def _add_method(operation: CollectiveOperation) -> None:
     """Add the method of an operation to `MPIProcessGroup`, with torch's new and old names.
 
     torch's C++ code looks for its methods on the class.

@@ -153,7 +153,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Operation.bind",
+        "CollectiveOperation.bind",
         old="_FIELDS.get(key, key)",
         new="key",
         fault="The argument op of torch's older signatures is not passed on.",

@@ -11,7 +11,7 @@ import torch
 
 from mpicomm.backend import gpus
 from mpicomm.backend.gpus import ThreadDevice
-from mpicomm.backend.messages import Poller
+from mpicomm.backend.send_recv import Poller
 from mpicomm.backend.worker_thread import Worker
 
 CREATED = 0xABC0
