@@ -32,10 +32,9 @@ MUTANTS = [
     Mutant(
         "Reporter.write",
         old="sink(entry)",
-        new="self._sinks[0](entry)",
-        fault="Only the first sink, the metrics file, gets the entries.",
-        tests="tests/training/test_options.py -k csv",
-        ranks=2,
+        new="break",
+        fault="Neither the metrics file nor the loggers get entries.",
+        tests="tests/unit/test_reporting.py -k samples_per_second",
     ),
     Mutant(
         "StepMetrics._keep",

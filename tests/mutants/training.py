@@ -24,8 +24,8 @@ MUTANTS = [
     Mutant(
         "TrainingLoop._take_step",
         old="self.run.votes()[0].nonfinite",
-        new="not is_finite",
-        fault="A rank whose loss is finite takes the step that another rank skips.",
+        new="0",
+        fault="All ranks take a step although the loss of a rank is not finite.",
         tests="tests/training/test_steps.py -k finite_loss_is_skipped",
         ranks=4,
     ),
