@@ -1,7 +1,7 @@
 /* Reports the signal that ends this process (SIGSEGV, SIGABRT, ...) over the sockets of the watchdog.
 
    The handler runs in a broken process: it calls async-signal-safe functions only, and its buffers are static, since
-   the alternate stack is small. `mpicomm.watchdog.crash_report` prepares what it needs. */
+   the alternate stack is small. `mpicomm.watchdog.signals` prepares what it needs. */
 
 #define _GNU_SOURCE
 #include <errno.h>
