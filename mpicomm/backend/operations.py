@@ -33,6 +33,12 @@ from mpicomm.backend.torch_internals import (
     ScatterOptions,
 )
 
+_READ = Use(reads=True, writes=False)
+_WRITTEN = Use(reads=False, writes=True)
+_IN_PLACE = Use(reads=True, writes=True)
+_SPREAD_READ = Use(reads=True, writes=False, is_spread=True)
+_SPREAD_WRITTEN = Use(reads=False, writes=True, is_spread=True)
+
 # -- one call ----------------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +195,8 @@ class CollectiveOperation:
     def bind(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """Return the arguments of `check`, and the options, of a call of the method."""
         count = len(self.parameters)
+        if not keywords and len(arguments) == count + 1 and type(arguments[count]) is self.options:  # torch's own calls
+            return dict(zip(self.parameters, arguments, strict=False)), arguments[count]
         tensors = dict(zip(self.parameters, arguments, strict=False))
         fields = dict(zip(self.fields, arguments[count:], strict=False))
         fields["opts"] = arguments[count] if len(arguments) > count else None
@@ -243,13 +251,11 @@ class _Checked:
         settings |= self.counts | ({} if self.root is None else {"root": self.root})
         run = functools.partial(row.algorithm, self.dense, **settings)
         if row.source is Side.NONE:
-            if row.reduces:
-                use = Use(reads=True, writes=self.is_root)
-            else:  # broadcast
-                use = Use(reads=self.is_root, writes=not self.is_root)
+            of_root, of_others = (_IN_PLACE, _READ) if row.reduces else (_READ, _WRITTEN)  # otherwise a broadcast
+            use = of_root if self.is_root else of_others
             return CollectiveStep(run, outputs, (use,), 1)
-        output_use = Use(reads=False, writes=True, is_spread=row.output is Side.BLOCKS and not self.any_size)
-        source_use = Use(reads=True, writes=False, is_spread=row.source is Side.BLOCKS and not self.any_size)
+        output_use = _SPREAD_WRITTEN if row.output is Side.BLOCKS and not self.any_size else _WRITTEN
+        source_use = _SPREAD_READ if row.source is Side.BLOCKS and not self.any_size else _READ
         uses = [*[output_use] * len(outputs), *[source_use] * len(sources)]
         # Ranks that know each other's sizes cut their tensors alike where they are staged in chunks.
         blocks = outputs if row.output is Side.LIST else sources if row.source is Side.LIST else ()
