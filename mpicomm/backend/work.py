@@ -143,8 +143,7 @@ class QueuedWork(BackendWork):
             TimeoutError: If it has not completed after `timeout`; the group is then unusable.
         """
         deadline = deadline_of(timeout)
-        if not self.is_completed():
-            self._queue.run_queued_until(self, may_block=deadline is None)
+        self._queue.run_queued_until(self, may_block=deadline is None)  # refuses forked children first
         if deadline is not None and not mpi.poll(self.is_completed, deadline):
             raise self._queue.time_out(self._operation, deadline.seconds)
         if not self.is_completed():
