@@ -138,8 +138,8 @@ MUTANTS = [
     # -- operations.py --------------------------------------------------------------------------------------
     Mutant(
         "_Checked.step",
-        old="not self.is_root",
-        new="self.is_root",
+        old="of_root if self.is_root else of_others",
+        new="of_others if self.is_root else of_root",
         fault="broadcast does not copy its result back into a strided tensor.",
         tests="tests/mpi/test_collectives.py -k test_broadcast",
         ranks=4,
