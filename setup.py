@@ -1,4 +1,4 @@
-"""Builds the C library of mpicomm.shm; without a C compiler, the package is installed without it."""
+"""Builds the C library of mpicomm.native; without a C compiler, the package is installed without it."""
 
 import zlib
 from pathlib import Path
@@ -7,7 +7,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-SOURCES = ["mpicomm/shm/native.c", "mpicomm/shm/crash.c"]
+SOURCES = ["mpicomm/native/slots.c", "mpicomm/native/crash.c"]
 
 
 class BuildLibrary(build_ext):
@@ -29,9 +29,9 @@ class Wheel(bdist_wheel):
 setup(
     ext_modules=[
         Extension(
-            "mpicomm.shm.libnative",
+            "mpicomm.native.libnative",
             SOURCES,
-            # mpicomm.shm.native refuses a library of other sources.
+            # mpicomm.native.c_library refuses a library of other sources.
             define_macros=[("SOURCE_CRC", f"{zlib.crc32(b''.join(Path(each).read_bytes() for each in SOURCES))}u")],
             extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
             optional=True,

@@ -23,7 +23,7 @@ from benchmarks import rank_results
 from mpicomm.bench import compared_backends, sweep, timing
 from mpicomm.bench.measured_operations import MeasuredOperation
 from mpicomm.cli.argument_types import count
-from mpicomm.session import World
+from mpicomm.job.session import World
 
 _SIZES = [2**exponent for exponent in range(13, 19)]  # bytes: 8 KiB to 256 KiB
 _LEVEL = 2  # of vector instructions, as the kernel numbers them: AVX-512 on x86

@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import AllreduceOptions
 import mpicomm
 from benchmarks import rank_results
 from mpicomm import mpi
-from mpicomm.backend.work import CompletedWork
+from mpicomm.backend.execution.work import CompletedWork
 from mpicomm.bench import timing
-from mpicomm.watchdog import flight_recorder
+from mpicomm.recorder import flight_recorder
 
 ROUNDS = 21
 _TORCH = "of it torch, with a no-op group"

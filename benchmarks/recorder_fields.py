@@ -17,8 +17,8 @@ import torch
 
 import mpicomm
 from benchmarks import rank_results
-from mpicomm.watchdog import flight_recorder
-from mpicomm.watchdog.flight_recorder import Group
+from mpicomm.recorder import flight_recorder
+from mpicomm.recorder.flight_recorder import Group
 
 ROUNDS = 400
 CALLS = 500  # in a round

@@ -21,12 +21,13 @@ def main() -> None:
 
     laps["import torch"] = time.perf_counter()
     if sys.argv[1] == "mpicomm":
-        from mpicomm import mpi, runtime
+        from mpicomm import mpi
+        from mpicomm.job.bootstrap import bootstrap
         from mpicomm.launch import detect
 
         mpi.initialize(detect.detect(os.environ).local_size)
         laps["MPI_Init"] = time.perf_counter()
-        runtime.bootstrap()
+        bootstrap()
         laps["bootstrap"] = time.perf_counter()
     else:
         dist.init_process_group("gloo")

@@ -25,7 +25,7 @@ from mpicomm.bench import sweep, timing
 from mpicomm.bench.measured_operations import MeasuredOperation
 from mpicomm.bench.timing import Call, Timed
 from mpicomm.cli.argument_types import count
-from mpicomm.session import World
+from mpicomm.job.session import World
 
 _ROUNDS, _SECONDS = 60, 0.015  # of each round
 _NAMES = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter")

@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 import mpicomm
 from benchmarks import rank_results
-from mpicomm.backend.executor import Executor
+from mpicomm.backend.execution.executor import Executor
 from mpicomm.bench import timing
 from mpicomm.bench.timing import Bench, Timed
-from mpicomm.watchdog import agent, flight_recorder
+from mpicomm.recorder import flight_recorder
+from mpicomm.watchdog import agent
 
 ROUNDS = {1: 101, 4_000_000: 15}  # by the number of elements
 SECONDS = 0.01  # of a round

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import importlib
 
-from mpicomm.backend import plugin as _plugin
+from mpicomm.backend import registration as _registration
 
 __version__ = "0.1.0"
 
-# The public names, and the only list of them: type checkers read these imports as statements, and `_homes` as a table.
-# `a as a` declares to type checkers that the name is public.
+# The public names, and the only list of them: type checkers read these imports as statements, `_module_by_name` reads
+# them as a table. `a as a` declares to type checkers that the name is public.
 TYPE_CHECKING = False  # type checkers recognise the name; importing typing would take longer than this package
 if TYPE_CHECKING:
     from typing import Any
@@ -62,16 +62,13 @@ if TYPE_CHECKING:
         RendezvousError as RendezvousError,
         TrainingError as TrainingError,
     )
-    from mpicomm.recovery import recover as recover
-    from mpicomm.runtime import (
+    from mpicomm.job.bootstrap import (
         bootstrap as bootstrap,
         dump_flight_recorder as dump_flight_recorder,
-        shutdown as shutdown,
     )
-    from mpicomm.session import (
-        World as World,
-        current_world as current_world,
-    )
+    from mpicomm.job.recovery import recover as recover
+    from mpicomm.job.session import World as World, current_world as current_world
+    from mpicomm.job.shutdown import shutdown as shutdown
     from mpicomm.training.callbacks import Callback as Callback
     from mpicomm.training.optimizers import CombinedOptimizer as CombinedOptimizer
     from mpicomm.training.parallel import bf16_compression_hook as bf16_compression_hook
@@ -92,7 +89,7 @@ if TYPE_CHECKING:
 _table: dict[str, str] = {}
 
 
-def _homes() -> dict[str, str]:
+def _module_by_name() -> dict[str, str]:
     """Return the module of each public name, from the imports above."""
     if not _table:
         import re
@@ -107,9 +104,9 @@ def _homes() -> dict[str, str]:
 def __getattr__(name: str) -> Any:
     """Resolve a public name, or `__all__`, on first use."""
     if name == "__all__":
-        value: Any = sorted([*_homes(), "__version__"])
-    elif name in _homes():
-        value = getattr(importlib.import_module(_homes()[name]), name)
+        value: Any = sorted([*_module_by_name(), "__version__"])
+    elif name in _module_by_name():
+        value = getattr(importlib.import_module(_module_by_name()[name]), name)
     else:
         raise AttributeError(f"module 'mpicomm' has no attribute {name!r}")
     globals()[name] = value
@@ -120,4 +117,4 @@ def __dir__() -> list[str]:
     return list(__getattr__("__all__"))
 
 
-_plugin.register_on_import_of_torch()
+_registration.register_on_import_of_torch()

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from mpicomm import host_info, mpi
-from mpicomm.backend import gpu_probe
+from mpicomm.backend.gpu import probe
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import MPINotFoundError
+from mpicomm.job import devices
+from mpicomm.job.session import World
 from mpicomm.launch import known_launchers
 from mpicomm.launch.known_launchers import Launcher
-from mpicomm.session import World
+from mpicomm.native import c_library
+from mpicomm.recorder import hang_report
 from mpicomm.settings import Settings
-from mpicomm.shm import native
-from mpicomm.startup import devices
-from mpicomm.watchdog import hang_report
 
 _NODES = Path("/sys/devices/system/node")
 _THP = "THP_MEM_ALLOC_ENABLE"  # with this variable, torch requests huge pages for large tensors
@@ -167,9 +167,7 @@ def _software(world: World) -> dict[str, str]:
         if torch.distributed.is_nccl_available():
             software["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         if world.comm is not None:
-            software["GPU tensors"] = (
-                "CUDA-aware MPI" if gpu_probe.is_claimed(os.environ) else "staged through host memory"
-            )
+            software["GPU tensors"] = "CUDA-aware MPI" if probe.is_claimed(os.environ) else "staged through host memory"
     software["backend"] = world.backend or "none"
     return software | _variables_of_torch("OMP_NUM_THREADS", _THP)
 
@@ -180,7 +178,7 @@ def _shared_memory(settings: Settings) -> str:
         return "not in use (MPICOMM_SHARED_MEMORY=0)"
     if not settings.native:
         return "not in use (MPICOMM_NATIVE=0)"
-    return "not in use (the C library was not built)" if native.library() is None else "C library"
+    return "not in use (the C library was not built)" if c_library.load() is None else "C library"
 
 
 def _variables_of_torch(*names: str) -> dict[str, str]:

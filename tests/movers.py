@@ -14,7 +14,7 @@ import torch
 
 from mpicomm import agreement
 from mpicomm.backend.fast_path import FastPath
-from mpicomm.backend.staging import DeviceEvent, Mover, Staged, Use
+from mpicomm.backend.gpu.staging import DeviceEvent, Mover, Staged, Use
 
 Copy = Callable[[], None]
 

@@ -29,7 +29,7 @@ def lead_by(kind: str, handle: dist.ProcessGroup) -> None:
 
 def _all_sizes(size: int) -> Any:
     """Return algorithms that are used for tensors of every size, by the operations that have them."""
-    from mpicomm.backend.algorithms import Choices
+    from mpicomm.backend.transfer.algorithms import Choices
 
     class AllSizes(Choices):
         def replace(self, algorithm: Any, table: Any) -> None:
@@ -39,6 +39,6 @@ def _all_sizes(size: int) -> Any:
 
 
 def has_library() -> bool:
-    from mpicomm.shm import native
+    from mpicomm.native import c_library
 
-    return native.library() is not None
+    return c_library.load() is not None

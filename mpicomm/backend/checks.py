@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from mpicomm.backend import buffers, dtypes, mpi_calls, torch_internals
+from mpicomm import torch_internals
+from mpicomm.backend.transfer import buffers, dtypes, mpi_calls
 from mpicomm.errors import MpicommError
 
 T = TypeVar("T")

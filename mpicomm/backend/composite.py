@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import checks, dispatcher, torch_internals
-from mpicomm.backend.executor import Executor
+from mpicomm import torch_internals
+from mpicomm.backend import checks, dispatcher
+from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.operations import TABLE
 from mpicomm.backend.process_group import MPIProcessGroup, Timeout
-from mpicomm.watchdog import flight_recorder
+from mpicomm.recorder import flight_recorder
 
 MakeInner = Callable[[Executor, str, dist.Store], Any]
 """Creates the inner backend of a group from its executor, its name and its own store."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import torch_internals
-from mpicomm.backend.work import JointWork
+from mpicomm import torch_internals
+from mpicomm.backend.execution.work import JointWork
 
 
 @dataclasses.dataclass(frozen=True)

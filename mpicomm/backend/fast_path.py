@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import reductions, torch_internals
-from mpicomm.backend.executor import Executor
-from mpicomm.backend.reductions import Reduction
-from mpicomm.backend.torch_internals import (
+from mpicomm import torch_internals
+from mpicomm.backend.execution.executor import Executor
+from mpicomm.backend.execution.work import CompletedWork, QueuedWork
+from mpicomm.backend.transfer import reductions
+from mpicomm.backend.transfer.reductions import Reduction
+from mpicomm.torch_internals import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -27,7 +29,6 @@ from mpicomm.backend.torch_internals import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from mpicomm.backend.work import CompletedWork, QueuedWork
 
 _KINDS = (torch.Tensor, torch.nn.Parameter)  # exact types only: other subclasses may redefine attributes
 _REDUCED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)

@@ -7,12 +7,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomm import mpi
-from mpicomm.backend import future_callbacks, gpu_transport, torch_internals
-from mpicomm.backend.executor import Executor
+from mpicomm import mpi, torch_internals
+from mpicomm.backend.execution import future_callbacks
+from mpicomm.backend.execution.executor import Executor
+from mpicomm.backend.gpu import transport as gpu_transport
 from mpicomm.errors import MpicommError, RankFailedError
+from mpicomm.recorder import flight_recorder
 from mpicomm.settings import Settings
-from mpicomm.watchdog import flight_recorder, rank_failures
+from mpicomm.watchdog import rank_failures
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
-from mpicomm.backend import buffers, checks, dispatcher, dtypes, mpi_calls, reductions, torch_internals
-from mpicomm.backend.buffers import Tensors
-from mpicomm.backend.dense_collectives import DenseCollectives
-from mpicomm.backend.reductions import Reduction
-from mpicomm.backend.staging import Call, Transport, Use
-from mpicomm.backend.torch_internals import (
+from mpicomm import torch_internals
+from mpicomm.backend import checks, dispatcher
+from mpicomm.backend.gpu.staging import Call, Transport, Use
+from mpicomm.backend.transfer import buffers, dtypes, mpi_calls, reductions
+from mpicomm.backend.transfer.buffers import Tensors
+from mpicomm.backend.transfer.dense_collectives import DenseCollectives
+from mpicomm.backend.transfer.reductions import Reduction
+from mpicomm.torch_internals import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,

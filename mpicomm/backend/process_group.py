@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm import mpi
-from mpicomm.backend import checks, dispatcher, groups, torch_internals
-from mpicomm.backend.buffers import Tensors
-from mpicomm.backend.executor import Executor
+from mpicomm import mpi, torch_internals
+from mpicomm.backend import checks, dispatcher, groups
+from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.fast_path import FastPath
 from mpicomm.backend.operations import TABLE, CollectiveOperation
-from mpicomm.backend.torch_internals import active_modes
+from mpicomm.backend.transfer.buffers import Tensors
+from mpicomm.torch_internals import active_modes
 
 Timeout = datetime.timedelta | None
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import plugin
-from mpicomm.backend.work import CompletedWork
+from mpicomm.backend import registration
+from mpicomm.backend.execution.work import CompletedWork
 from mpicomm.bench.measured_operations import MeasuredOperation
 from mpicomm.errors import LaunchError
-from mpicomm.session import World
+from mpicomm.job.session import World
 
 OURS, MPI4PY = "mpi", "mpi4py"
 ASYNCHRONOUS = "mpi-async"
@@ -72,10 +72,10 @@ def make(names: Sequence[str], world: World) -> dict[str, Backend]:
 def group(name: str, world: World) -> Any:
     """Return a process group of all ranks with the backend of this name (collective)."""
     if name == NOTHING:
-        return _without_communication(dist.new_group(backend=plugin.NAME))
+        return _without_communication(dist.new_group(backend=registration.NAME))
     if world.backend == name:
         return dist.group.WORLD
-    return dist.new_group(backend=plugin.NAME if name == OURS else name)
+    return dist.new_group(backend=registration.NAME if name == OURS else name)
 
 
 def by_torch(group: Any) -> Backend:

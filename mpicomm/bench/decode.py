@@ -17,7 +17,7 @@ from mpicomm.bench import timing
 from mpicomm.bench.compared_backends import NOTHING
 from mpicomm.bench.timing import Bench
 from mpicomm.errors import LaunchError
-from mpicomm.session import World
+from mpicomm.job.session import World
 
 ALONE = "one process"
 """The name of the row of a single process, with the whole model."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi
-from mpicomm.backend import dtypes
+from mpicomm.backend.transfer import dtypes
 from mpicomm.bench import known_inputs
 
 _ROOT = 0

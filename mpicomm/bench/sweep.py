@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from mpicomm.backend import dtypes
+from mpicomm.backend.transfer import dtypes
 from mpicomm.bench import overlap, timing
 from mpicomm.bench.compared_backends import Backend
 from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
 from mpicomm.bench.timing import Bench, Call, Timed
-from mpicomm.session import World
+from mpicomm.job.session import World
 
 REWRITTEN = "rewritten before each call; that time does not count"
 ZEROS = "zeros, not rewritten between the calls"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm.collective_ops.collectives import all_gather_object
-from mpicomm.session import World
+from mpicomm.job.session import World
 
 Call = Callable[[], object]
 

@@ -27,7 +27,7 @@ from mpicomm.launch.request import Request
 from mpicomm.reports import benchmarks, plots, result_files
 
 if TYPE_CHECKING:
-    from mpicomm.session import World
+    from mpicomm.job.session import World
 
 _OPERATIONS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "sendrecv",
@@ -274,10 +274,10 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
             return launch_plan.execute(start, "bench").status
     except _ERRORS as error:
         return failed(benchmark.command, error)
-    from mpicomm import runtime
     from mpicomm.bench import compared_backends, timing
+    from mpicomm.job.bootstrap import bootstrap
 
-    with runtime.bootstrap() as world:
+    with bootstrap() as world:
         # 2. measure
         bench = timing.on_ranks_of(world, arguments.rounds, device=arguments.device)
         head = {"ranks": world.size, "nodes": world.num_nodes, "device": arguments.device, "rounds": arguments.rounds}

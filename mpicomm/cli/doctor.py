@@ -20,7 +20,7 @@ from mpicomm.doctor import findings
 from mpicomm.doctor.findings import Finding
 from mpicomm.errors import LaunchError, MpicommError
 from mpicomm.launch import detect
-from mpicomm.watchdog import hang_report
+from mpicomm.recorder import hang_report
 
 if TYPE_CHECKING:  # `mpicomm run` must not import the checks, nor torch
     from mpicomm.doctor.links import Link
@@ -68,10 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not can_start:  # perhaps on this host only
         is_shown = not detect.detect(environ).value("local_rank")
         return _report(examination.check(facts), arguments, is_shown=is_shown)
-    from mpicomm import runtime
+    from mpicomm.job.bootstrap import bootstrap
 
     try:
-        world = runtime.bootstrap()
+        world = bootstrap()
     except MpicommError as error:
         results = examination.check(facts)
         if not any(finding.check == "launcher" and finding.status == "problem" for finding in results):

@@ -17,8 +17,8 @@ from mpicomm.launch.known_launchers import FACTS
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from mpicomm.job.session import World
     from mpicomm.job_info import JobInfo
-    from mpicomm.session import World
 
 _NO_MPI = 1  # the exit status
 
@@ -45,10 +45,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the job, and return the exit status."""
-    from mpicomm import job_info, runtime
+    from mpicomm import job_info
+    from mpicomm.job.bootstrap import bootstrap
 
     try:
-        world = runtime.bootstrap()
+        world = bootstrap()
     except MPINotFoundError as error:
         failed("info", error)
         return _NO_MPI
@@ -96,7 +97,7 @@ def _ranks(gathered: Sequence[JobInfo]) -> Table:
 
 def _software(gathered: Sequence[JobInfo]) -> Table:
     from mpicomm import job_info
-    from mpicomm.watchdog import hang_report
+    from mpicomm.recorder import hang_report
 
     rows = [
         (name, value if len(ranks) == len(gathered) else f"{value} on {hang_report.called(ranks)}")

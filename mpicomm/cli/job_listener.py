@@ -15,18 +15,19 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 
+from mpicomm.job import interfaces
+from mpicomm.json_messages import Message
+from mpicomm.recorder import hang_report
+from mpicomm.recorder.status import Crash
 from mpicomm.settings import HOST_TIMEOUT
-from mpicomm.startup import interfaces
-from mpicomm.watchdog import hang_report, job_files, observers
+from mpicomm.watchdog import job_files, observers
 from mpicomm.watchdog.channel import PARENT
 from mpicomm.watchdog.connection import Connection, Server
 from mpicomm.watchdog.observers import Observers
 from mpicomm.watchdog.parent_link import Parent
 from mpicomm.watchdog.protocol import (
-    Crash,
     JobFailed,
     JobStarted,
-    Message,
     RankFinished,
     StatusComplete,
     StatusRefused,

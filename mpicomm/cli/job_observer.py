@@ -7,18 +7,13 @@ import selectors
 import time
 
 from mpicomm.arguments import Deadline
-from mpicomm.watchdog import connection, hang_report
+from mpicomm.json_messages import Message
+from mpicomm.recorder import hang_report
+from mpicomm.recorder.status import Status
+from mpicomm.watchdog import connection
 from mpicomm.watchdog.job_files import JobFile, ListedJob
 from mpicomm.watchdog.observers import OBSERVER
-from mpicomm.watchdog.protocol import (
-    COLLECT_SECONDS,
-    Message,
-    Status,
-    StatusComplete,
-    StatusRefused,
-    StatusReport,
-    StatusRequest,
-)
+from mpicomm.watchdog.protocol import COLLECT_SECONDS, StatusComplete, StatusRefused, StatusReport, StatusRequest
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 2 * COLLECT_SECONDS

@@ -16,8 +16,8 @@ from mpicomm.launch import allocation, node_range
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.node_range import NodeRange, TooFewHostsError
 from mpicomm.launch.request import Request
+from mpicomm.recorder.hang_report import HOST_REMEDY
 from mpicomm.settings import PREFIX, STOPPED_STATUS
-from mpicomm.watchdog.hang_report import HOST_REMEDY
 
 _PROBES = 16  # hosts that are probed at the same time
 _REQUEUE_SECONDS = 20.0

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from mpicomm import terminal
 from mpicomm.cli.job_observer import JobStatus
-from mpicomm.watchdog import hang_report
-from mpicomm.watchdog.protocol import ExitedRank, NotResponding, RankStatus, Status
+from mpicomm.recorder import hang_report
+from mpicomm.recorder.status import ExitedRank, NotResponding, RankStatus, Status
 
 _TITLES = ("rank", "host", "operation", "line", "seconds", "bytes/s", "memory")
 _GPU_TITLES = ("GPU memory", "GPU %")

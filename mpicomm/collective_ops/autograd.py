@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpicomm.backend import torch_internals
+from mpicomm import torch_internals
 
 Backward = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Maps the gradients of an operation's results to the gradients of its inputs."""

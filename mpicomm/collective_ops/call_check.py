@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import agreement
-from mpicomm.backend import dtypes
+from mpicomm.backend.transfer import dtypes
 from mpicomm.collective_ops import pytree
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.handles import Mode, Works
 from mpicomm.collective_ops.pytree import Data, Description
 from mpicomm.errors import MismatchError, raised_on_all_ranks
-from mpicomm.watchdog import hang_report
+from mpicomm.recorder import hang_report
 
 Signature = tuple[str, Description]
 """The values that must be equal on all ranks: the operation with its arguments, and the description of the data."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm import arguments, mpi, session
+from mpicomm import arguments, mpi, torch_internals
 from mpicomm.arguments import Expected
-from mpicomm.backend import torch_internals
 from mpicomm.backend.process_group import MPIProcessGroup
+from mpicomm.job import session
 
 NODE, LEADERS = "node", "leaders"
 _NAME = dataclasses.replace(

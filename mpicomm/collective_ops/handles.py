@@ -18,13 +18,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from mpicomm import arguments, mpi
+from mpicomm import arguments, mpi, torch_internals
 from mpicomm.arguments import FLAG, Deadline, in_seconds
-from mpicomm.backend import torch_internals
-from mpicomm.backend.future_callbacks import all_of
+from mpicomm.backend.execution.future_callbacks import all_of
 from mpicomm.collective_ops import autograd
 from mpicomm.collective_ops.group_argument import GroupArgument
-from mpicomm.watchdog import flight_recorder
+from mpicomm.recorder import flight_recorder
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

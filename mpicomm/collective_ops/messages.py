@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mpicomm import arguments, mpi
 from mpicomm.arguments import Expected
-from mpicomm.backend import mpi_calls
+from mpicomm.backend.transfer import mpi_calls
 from mpicomm.collective_ops import autograd, pytree, wire_format
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.handles import Steps, Works, run

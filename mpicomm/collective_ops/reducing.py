@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm import arguments
-from mpicomm.backend import buffers, reductions, torch_internals
+from mpicomm import arguments, torch_internals
+from mpicomm.backend.transfer import buffers, reductions
 from mpicomm.collective_ops import autograd, call_check, data_movement, handles, pytree
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.handles import IN_THE_CALL, Mode, Steps

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpicomm.backend import dtypes
+from mpicomm.backend.transfer import dtypes
 from mpicomm.collective_ops import pytree
 from mpicomm.collective_ops.pytree import Data, Description
 from mpicomm.errors import MpicommError

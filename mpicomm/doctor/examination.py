@@ -22,7 +22,7 @@ from mpicomm.doctor.findings import Finding
 
 if TYPE_CHECKING:
     from mpicomm.doctor.links import Link
-    from mpicomm.session import World
+    from mpicomm.job.session import World
 
 CHECKS = (
     software_check,
@@ -54,7 +54,7 @@ def check_job(world: World, facts: Facts) -> tuple[list[Finding], list[Link]]:
     """Return the findings about all ranks, and the links between them; the same on every rank (collective)."""
     from mpicomm.collective_ops import collectives
     from mpicomm.doctor import job_check, links
-    from mpicomm.startup import devices, interfaces
+    from mpicomm.job import devices, interfaces
 
     # 1. the findings and the facts of each rank
     own = check(facts)

@@ -11,7 +11,7 @@ from mpicomm.doctor import network_check
 from mpicomm.doctor.findings import Finding, ok, problem, warning
 from mpicomm.doctor.links import Link, Outlier
 from mpicomm.doctor.processor_check import OMP, ProcessorFacts
-from mpicomm.watchdog import hang_report
+from mpicomm.recorder import hang_report
 
 _MAY_DIFFER = ("Python", "numpy")
 """Software whose version may differ between hosts, although that is rarely intended."""

@@ -7,8 +7,8 @@ import resource
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpicomm import open_files
 from mpicomm.doctor.findings import Finding, ok, problem, warning
-from mpicomm.startup import open_files
 
 _RDMA = Path("/sys/class/infiniband")
 _USUAL_FILES = 1024  # the default soft limit of Linux, which programs expect

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from mpicomm.doctor.findings import Finding, ok, problem, warning
-from mpicomm.startup import interfaces
+from mpicomm.job import interfaces
 
 _SLOW_SECONDS = 2.0
 # Interfaces of containers and virtual machines, which other hosts cannot reach.

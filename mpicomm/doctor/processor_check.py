@@ -11,7 +11,7 @@ from mpicomm import host_info
 from mpicomm.doctor.findings import Finding, ok, problem, warning
 from mpicomm.errors import LaunchError
 from mpicomm.launch import detect
-from mpicomm.watchdog import hang_report
+from mpicomm.recorder import hang_report
 
 OMP = "OMP_NUM_THREADS"
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
 
-from mpicomm import host_info, mpi, shm
+from mpicomm import host_info, mpi, native
 from mpicomm.doctor.findings import Finding, from_error, ok, problem, warning
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch.mpi_library import Library
@@ -103,7 +103,7 @@ def check(facts: SoftwareFacts) -> list[Finding]:
     if facts.settings_error:
         results.append(from_error("MPICOMM_*", facts.settings_error))
     if not facts.native:
-        results.append(warning("C library", shm.MISSING_LIBRARY, shm.LIBRARY_REMEDY))
+        results.append(warning("C library", native.MISSING_LIBRARY, native.LIBRARY_REMEDY))
     return results
 
 
@@ -138,13 +138,13 @@ def _try_torch() -> tuple[str, str, bool]:
         import torch
     except (ImportError, OSError, RuntimeError) as error:  # OSError: a shared library is missing or broken
         return _first_line(error), "", True
-    from mpicomm.shm import native
+    from mpicomm.native import c_library
 
     try:
         torch.zeros(1).numpy()
     except (RuntimeError, ImportError) as error:
-        return "", _first_line(error), native.library() is not None
-    return "", "", native.library() is not None
+        return "", _first_line(error), c_library.load() is not None
+    return "", "", c_library.load() is not None
 
 
 def _first_line(error: BaseException) -> str:

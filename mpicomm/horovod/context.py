@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from mpicomm import mpi, runtime, session
+from mpicomm import mpi
 from mpicomm.errors import LaunchError, raised_on_all_ranks
 from mpicomm.horovod.process_sets import DYNAMIC, ProcessSet, registry
 from mpicomm.horovod.variables import is_set
-from mpicomm.session import World
+from mpicomm.job import bootstrap, session
+from mpicomm.job.session import World
 
 _MIN_RANKS = "HOROVOD_ELASTIC_MIN_NP"
 
@@ -43,7 +44,7 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
         os.environ[DYNAMIC] = "1"
         process_sets = ()
     communicator: Any = comm if hasattr(comm, "Get_group") else None
-    world = runtime.bootstrap(comm=communicator, **_recovery_options())
+    world = bootstrap.bootstrap(comm=communicator, **_recovery_options())
     if world.comm is None:
         raise raised_on_all_ranks(
             LaunchError(

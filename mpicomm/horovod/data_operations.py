@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import torch_internals
+from mpicomm import torch_internals
 from mpicomm.horovod import submission
 from mpicomm.horovod.group_calls import GroupCalls
 from mpicomm.horovod.negotiation import Ready

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.utils.data import Sampler
 
-from mpicomm import recovery, session
 from mpicomm.errors import RankFailedError
 from mpicomm.horovod import context
 from mpicomm.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from mpicomm.horovod.submission import HorovodInternalError, Min
 from mpicomm.horovod.tensor_operations import allreduce
+from mpicomm.job import recovery, session
 from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import torch_internals
-from mpicomm.backend.torch_internals import (
+from mpicomm import torch_internals
+from mpicomm.horovod.submission import Average, Max, Min, Product, Sum
+from mpicomm.torch_internals import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
     BroadcastOptions,
     ReduceScatterOptions,
 )
-from mpicomm.horovod.submission import Average, Max, Min, Product, Sum
 
 _TORCH_OPS: dict[int, Any] = {
     Average: dist.ReduceOp.AVG,

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from mpicomm.backend import torch_internals
-from mpicomm.backend.gpus import ThreadDevice
-from mpicomm.backend.worker_thread import WakeTimer
+from mpicomm import torch_internals
+from mpicomm.backend.execution.worker_thread import WakeTimer
+from mpicomm.backend.gpu.thread_device import ThreadDevice
 from mpicomm.collective_ops.group_argument import timeout_of_job
 from mpicomm.horovod.data_operations import DataOperations
 from mpicomm.horovod.group_calls import GroupCalls

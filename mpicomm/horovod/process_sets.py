@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpicomm import arguments, session
+from mpicomm import arguments
 from mpicomm.horovod.process_set_engine import ProcessSetEngine
 from mpicomm.horovod.timeline_file import HorovodTimeline
 from mpicomm.horovod.variables import Variables, is_set
+from mpicomm.job import session
 
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _RANKS = arguments.Expected(

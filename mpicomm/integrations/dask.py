@@ -15,7 +15,7 @@ from mpicomm import arguments
 from mpicomm.collective_ops.collectives import barrier, broadcast_object
 from mpicomm.integrations import serving
 from mpicomm.integrations.requirements import installed_by, require_world
-from mpicomm.session import World
+from mpicomm.job.session import World
 
 with installed_by("dask"):
     import distributed

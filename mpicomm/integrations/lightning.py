@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 
-from mpicomm import session
 from mpicomm.errors import LaunchError
 from mpicomm.integrations.requirements import installed_by
+from mpicomm.job import session
 
 with installed_by("lightning"):
     from lightning.fabric.plugins.environments import ClusterEnvironment

@@ -21,8 +21,8 @@ from mpicomm.collective_ops.collectives import all_gather_object, broadcast_obje
 from mpicomm.errors import MpicommError
 from mpicomm.integrations import serving
 from mpicomm.integrations.requirements import installed_by, require_world
+from mpicomm.job.session import World
 from mpicomm.launch import environment
-from mpicomm.session import World
 
 with installed_by("ray", "ray>=2.52"):  # the first with authentication by a token
     import ray

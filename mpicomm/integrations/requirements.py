@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpicomm import arguments, host_info
-from mpicomm.session import World
+from mpicomm.job.session import World
 
 _WORLD = arguments.instance("a World, from bootstrap()", World, remedy="Pass world, from world = mpicomm.bootstrap().")
 

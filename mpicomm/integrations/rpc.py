@@ -13,8 +13,8 @@ from torch.distributed import rpc
 
 from mpicomm.errors import MpicommError
 from mpicomm.integrations.requirements import require_world
-from mpicomm.session import World
-from mpicomm.startup import interfaces
+from mpicomm.job import interfaces
+from mpicomm.job.session import World
 
 _INTERFACE = "TP_SOCKET_IFNAME"
 # init_rpc() itself makes a group of the class ProcessGroupGloo, and calls all_gather_object on it.

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from mpicomm import agreement, mpi, session
+from mpicomm import agreement, mpi
 from mpicomm.collective_ops.collectives import all_gather_object
 from mpicomm.errors import MpicommError
-from mpicomm.session import Session, World
-from mpicomm.startup import interfaces
+from mpicomm.job import interfaces, session
+from mpicomm.job.session import Session, World
 from mpicomm.watchdog import rank_failures
 
 _PAUSES = 0.05, 1.0  # the shortest and longest time between two queries of the store, in seconds

@@ -10,7 +10,7 @@ from mpicomm.collective_ops.collectives import all_gather_object
 from mpicomm.errors import MpicommError
 from mpicomm.integrations import serving
 from mpicomm.integrations.requirements import installed_by, require_world
-from mpicomm.session import World
+from mpicomm.job.session import World
 
 with installed_by("tensorflow"):
     import tensorflow as tf

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomm.watchdog import hang_report
+from mpicomm.recorder import hang_report
 
 _FILES = "rank-*.json"
 _NEEDED = ("rank", "size", "host", "written", "clock", "monotonic", "offset", "operations")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpicomm.session import World
+from mpicomm.job.session import World
 from mpicomm.training import parallel
 from mpicomm.training.batches import LossFunction
 from mpicomm.training.callbacks import CallbackList

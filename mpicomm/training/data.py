@@ -36,8 +36,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from mpicomm import arguments
-from mpicomm.backend import torch_internals
+from mpicomm import arguments, torch_internals
 from mpicomm.training import preemption, randomness
 from mpicomm.training.batches import count_samples, mapped
 

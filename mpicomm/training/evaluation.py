@@ -11,11 +11,11 @@ import torch
 from mpicomm.arguments import Expected
 from mpicomm.collective_ops import collectives, group_argument, pytree
 from mpicomm.errors import TrainingError, raised_on_all_ranks
+from mpicomm.recorder import hang_report
 from mpicomm.training import rank_sync
 from mpicomm.training.data import DataSource, Step
 from mpicomm.training.parallel import FSDPModel
 from mpicomm.training.training_step import TrainingStep
-from mpicomm.watchdog import hang_report
 
 Metric = Callable[[Any, Any], Any]
 """A function of a batch's outputs and targets that returns one number per sample, or their mean."""

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mpicomm import arguments, session
+from mpicomm import arguments
 from mpicomm.arguments import FLAG
-from mpicomm.session import World
+from mpicomm.job import session
+from mpicomm.job.session import World
 from mpicomm.training import batches, optimizers, parallel, rank_sync
 from mpicomm.training.data import SHARD, DataRank, IndexedSource, LoaderOptions, Step, make_source
 from mpicomm.training.parallel import ParallelOptions

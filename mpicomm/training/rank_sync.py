@@ -13,10 +13,10 @@ import torch.distributed as dist
 from mpicomm import agreement
 from mpicomm.collective_ops import collectives, group_argument
 from mpicomm.errors import TrainingError, raised_on_all_ranks
+from mpicomm.recorder import hang_report
 from mpicomm.training import randomness
 from mpicomm.training.data import DataSource, Step
 from mpicomm.training.parallel import DDPModel, FSDPModel
-from mpicomm.watchdog import hang_report
 
 if TYPE_CHECKING:
     from mpicomm.training.step_metrics import Clock

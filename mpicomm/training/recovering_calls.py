@@ -12,16 +12,18 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from mpicomm import agreement, recovery, session
+from mpicomm import agreement
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import RankFailedError, TrainingError, raised_on_all_ranks
+from mpicomm.job import recovery, session
+from mpicomm.recorder import hang_report
 from mpicomm.training import checkpoint, randomness, state
 from mpicomm.training.assembly import Assembly
 from mpicomm.training.data import DataSource
 from mpicomm.training.preemption import Preempted
 from mpicomm.training.shard_replicas import Held, ShardReplicas
 from mpicomm.training.state import Position
-from mpicomm.watchdog import hang_report, rank_failures
+from mpicomm.watchdog import rank_failures
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ from mpicomm import agreement, arguments, metrics_file, rank_log, terminal
 from mpicomm.arguments import FLAG
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import CheckpointError
+from mpicomm.job.session import World
 from mpicomm.metrics_file import MetricsFile
-from mpicomm.session import World
 from mpicomm.training import loggers
 from mpicomm.training.data import LoaderOptions
 from mpicomm.training.loggers import Logger, LoggerArgument

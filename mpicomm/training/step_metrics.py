@@ -15,9 +15,9 @@ from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import TrainingError
 from mpicomm.metrics_file import PARTS
+from mpicomm.recorder import flight_recorder
 from mpicomm.training import rank_sync
 from mpicomm.training.data import Batch
-from mpicomm.watchdog import flight_recorder
 
 STEP_FIELDS = frozenset(
     {"event", "time", "step", "epoch", "consumed", "loss", "lr", "samples_per_s", "memory_mib"}

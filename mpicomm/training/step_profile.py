@@ -14,7 +14,7 @@ import torch
 
 from mpicomm import arguments
 from mpicomm.arguments import Expected
-from mpicomm.session import World
+from mpicomm.job.session import World
 
 FOLDER = "profile"
 """The folder of the traces in the run directory."""

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpicomm import arguments, session
+from mpicomm import arguments
 from mpicomm.arguments import FLAG, PATH, POSITIVE, TEXT
 from mpicomm.errors import MpicommError
+from mpicomm.job import session
 from mpicomm.training import (
     batches,
     evaluation,

@@ -21,24 +21,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpicomm.watchdog import (
-    coordinator,
-    dump,
-    exit_hooks,
-    flight_recorder,
-    hang_report,
-    job_files,
-    protocol,
-    rank_failures,
-    signals,
-)
+from mpicomm.json_messages import Message
+from mpicomm.recorder import dump, flight_recorder, hang_report
+from mpicomm.recorder.dump import ClockOffset
+from mpicomm.watchdog import coordinator, exit_hooks, job_files, protocol, rank_failures, signals
 from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
-from mpicomm.watchdog.clock import ClockMonitor, ClockOffset
+from mpicomm.watchdog.clock import ClockMonitor
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.coordinator import Coordinator
 from mpicomm.watchdog.nvml import GPUReader
 from mpicomm.watchdog.observers import OBSERVER
-from mpicomm.watchdog.protocol import Message
 from mpicomm.watchdog.rank_0_monitor import RESPONSE_SECONDS, Rank0Monitor
 from mpicomm.watchdog.rank_reports import ConnectedRanks, OperationMonitor, RankExit
 

@@ -15,13 +15,15 @@ import selectors
 import socket
 from collections.abc import Iterable, Sequence
 
+from mpicomm import open_files
+from mpicomm.json_messages import Message
+from mpicomm.recorder.status import Crash
 from mpicomm.settings import HOST_TIMEOUT
-from mpicomm.startup import open_files
 from mpicomm.watchdog import observers
 from mpicomm.watchdog.connection import Connection, Server, connect, frame
 from mpicomm.watchdog.job_files import JobFile
 from mpicomm.watchdog.observers import OBSERVER, Observers
-from mpicomm.watchdog.protocol import Crash, LocalProcess, Message, StatusRequest
+from mpicomm.watchdog.protocol import LocalProcess, StatusRequest
 
 _BACKLOG = 4096  # connections that wait to be accepted: all ranks of a node, and a rank of each node, connect at once
 _WAKE_UP_BYTES = 4096  # of one read; each byte is a signal or a wake-up

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mpicomm import agreement
 from mpicomm.settings import PARENT
-from mpicomm.startup.topology import Topology
+from mpicomm.topology import Topology
 from mpicomm.watchdog import agent, job_files, parent_link
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo

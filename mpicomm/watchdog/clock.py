@@ -7,44 +7,15 @@ hub, and the hub rank 0; halfway between the question and the answer, the other 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
 import time
-from pathlib import Path
 
+from mpicomm.recorder.dump import ClockOffset, clock_identity
 from mpicomm.watchdog.protocol import ClockAnswer, ClockProbe
 
 _SAMPLES = 16  # the measurements that are kept: the best counts
 _FIRST_SAMPLES = 8  # measurements without a pause in between
 _PERIOD = 15.0  # seconds between later measurements
 _DRIFT = 5e-5  # the most seconds by which two clocks diverge in one second
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NAMESPACE = Path("/proc/self/ns/time")
-
-
-@dataclasses.dataclass(frozen=True)
-class ClockOffset:
-    """A measured difference between two clocks."""
-
-    seconds: float
-    """To add to this rank's clock for that of rank 0."""
-
-    error: float
-    """The largest error of `seconds`."""
-
-
-@functools.cache
-def identity() -> str:
-    """Return a text that is equal for processes with the same clock; empty if unknown."""
-    try:
-        boot = _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
-    try:
-        return f"{boot} {_NAMESPACE.readlink()}"
-    except OSError:  # a kernel without time namespaces
-        return boot
 
 
 class ClockMonitor:
@@ -75,14 +46,14 @@ class ClockMonitor:
         """Answer a rank of which this one is the hub."""
         offset = self.offset()
         seconds, error = (None, 0.0) if offset is None else (offset.seconds, offset.error)
-        return ClockAnswer(probe.sent, time.monotonic(), identity(), seconds, error)
+        return ClockAnswer(probe.sent, time.monotonic(), clock_identity(), seconds, error)
 
     def record(self, answer: ClockAnswer) -> None:
         """Record the answer of the hub."""
         now = time.monotonic()
         if answer.offset is None:  # the hub has no answer yet; the next probe follows within a second
             return
-        shares_clock = answer.clock != "" and answer.clock == identity()
+        shares_clock = answer.clock != "" and answer.clock == clock_identity()
         half = (now - answer.sent) / 2
         seconds, error = (0.0, 0.0) if shares_clock else (answer.now - (answer.sent + half), half)
         self._samples.append((now, ClockOffset(seconds + answer.offset, error + answer.error)))

@@ -18,10 +18,12 @@ import struct
 import time
 from collections.abc import Callable, Collection
 
+from mpicomm import json_messages
 from mpicomm.arguments import Deadline
+from mpicomm.json_messages import Message
 from mpicomm.settings import HOST_TIMEOUT
-from mpicomm.watchdog import local_processes, protocol
-from mpicomm.watchdog.protocol import Challenge, LocalProcess, Message, Proof, Welcome
+from mpicomm.watchdog import local_processes
+from mpicomm.watchdog.protocol import Challenge, LocalProcess, Proof, Welcome
 
 _LIMIT = 1 << 20  # bytes of a message on an authenticated connection: the status of a rank needs less
 _UNAUTHENTICATED_LIMIT = 512  # bytes of a message before authentication
@@ -212,7 +214,7 @@ class Connection:
             text = bytes(self._incoming[_LENGTH.size : _LENGTH.size + length])
             del self._incoming[: _LENGTH.size + length]
             try:
-                message = protocol.decode(text)
+                message = json_messages.decode(text)
             except (ValueError, RecursionError):
                 return messages, "sent data that is not a JSON object"
             if message is not None:
@@ -224,14 +226,14 @@ class Connection:
 
 def frame(message: Message) -> bytes:
     """Return a message as it is sent."""
-    text = protocol.encode(message)
+    text = json_messages.encode(message)
     return _LENGTH.pack(len(text)) + text
 
 
 def _allow_crash_report(connection: Connection, is_allowed: bool) -> None:
-    from mpicomm.shm import native  # imports torch, which commands do without; only ranks call this
+    from mpicomm.native import c_library  # imports torch, which commands do without; only ranks call this
 
-    if (library := native.library()) is not None:
+    if (library := c_library.load()) is not None:
         library.mpicomm_set_connected(connection.fileno(), is_allowed)
 
 

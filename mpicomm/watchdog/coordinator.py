@@ -11,16 +11,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from mpicomm.watchdog import hang_report, protocol
-from mpicomm.watchdog.protocol import (
-    COLLECT_SECONDS,
-    ExitedRank,
-    Message,
-    NotResponding,
-    RankStatus,
-    Status,
-    StatusReport,
-)
+from mpicomm.json_messages import Message
+from mpicomm.recorder import hang_report
+from mpicomm.recorder.status import ExitedRank, NotResponding, RankStatus, Status
+from mpicomm.watchdog import protocol
+from mpicomm.watchdog.protocol import COLLECT_SECONDS, StatusReport
 
 _GATHER_SECONDS = 0.5  # waits of other ranks for the same ranks are collected for so long
 _TRANSIT_SECONDS = 5.0  # a message may arrive this long after its sender has exited,

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError
-from mpicomm.watchdog import flight_recorder, signals
+from mpicomm.recorder import flight_recorder
+from mpicomm.watchdog import signals
 
 _LATER_FAILURE_WAIT = 2.0  # seconds that later failing ranks wait while the first one prints and aborts
 _BRIEF_RANKS = 8  # ranks that repeat rank 0's error in one line: its output may be in another file

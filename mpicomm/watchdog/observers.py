@@ -11,10 +11,11 @@ import selectors
 from collections.abc import Callable, Sequence
 
 from mpicomm.arguments import Deadline
+from mpicomm.json_messages import Message
 from mpicomm.watchdog import job_files
 from mpicomm.watchdog.connection import Connection, Server
 from mpicomm.watchdog.job_files import JobFile
-from mpicomm.watchdog.protocol import Message, StatusRefused, StatusRequest
+from mpicomm.watchdog.protocol import StatusRefused, StatusRequest
 
 OBSERVER = -2
 """Takes the place of a rank in the proof of an observer, and in the events of its connection."""

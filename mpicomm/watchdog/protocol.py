@@ -1,24 +1,12 @@
-"""The messages of the out-of-band channel: frozen dataclasses, sent as JSON objects that name their class.
+"""The messages of the out-of-band channel.
 
 Ranks report to rank 0 (`coordinator.Coordinator`) through their hubs; rank 0 sends its messages back the same way.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args, get_origin, get_type_hints
-
-if TYPE_CHECKING:
-    from typing_extensions import dataclass_transform
-else:  # Python has it since 3.11
-
-    def dataclass_transform(**_arguments: bool) -> Callable[[type], type]:
-        """Do nothing: only type checkers use the decorator."""
-        return lambda kind: kind
-
+from mpicomm.json_messages import Message
+from mpicomm.recorder.status import Crash, OperationInfo, Status
 
 HEARTBEAT_SECONDS = 1.0
 LONGEST_GAP = 2 * HEARTBEAT_SECONDS
@@ -26,19 +14,6 @@ LONGEST_GAP = 2 * HEARTBEAT_SECONDS
 
 COLLECT_SECONDS = 4.0
 """Time limit for the ranks' status reports. Hubs use a shorter one, to report ranks that do not answer them."""
-
-_CLASS = "$class"  # the key of the class in a JSON object
-_classes: dict[str, type[Message]] = {}
-
-
-@dataclass_transform(frozen_default=True)
-class Message:
-    """The base class of all messages, and of the values in them. Each subclass becomes a frozen dataclass."""
-
-    def __init_subclass__(cls) -> None:
-        dataclass(frozen=True)(cls)
-        _classes[cls.__name__] = cls
-
 
 # -- between a hub and a rank that connects ----------------------------------------------------------------------------
 
@@ -73,13 +48,6 @@ class Welcome(Message):
     proof: str
 
 
-class Crash(Message):
-    """A signal ends the process of the sender, and this is its last message (`signals.catch_crashes`)."""
-
-    signal: str  # its name
-    line: str  # the last line of Python, as faulthandler prints it; empty if unknown
-
-
 class Heartbeat(Message):
     """Sent by every rank to its hub once a second."""
 
@@ -108,61 +76,6 @@ class FromRank(Message):
     """The base class of the messages of a rank to rank 0."""
 
     rank: int
-
-
-class OperationInfo(Message):
-    """The fields of an operation for reports and dump files (`flight_recorder.Operation.describe`)."""
-
-    number: int
-    name: str
-    group: str
-    members: str  # the ranks of the group; empty for all ranks of the job
-    sequence: int | None
-    is_message: bool
-    dtype: str
-    count: int
-    peer: int | None  # as a rank of the job
-    where: str
-    called: float  # seconds since the call
-    seconds: float | None  # since the operation started
-    is_over: bool
-
-
-class Usage(Message):
-    """The throughput and memory of a rank. `mpicomm top` shows them; hang reports do not need them."""
-
-    bytes_per_second: float  # of the operations that have completed lately (`flight_recorder.bytes_per_second`)
-    memory: int  # resident set size in bytes
-    gpu_memory: int | None = None  # bytes in use on the rank's GPU, by all processes
-    gpu_memory_total: int | None = None
-    gpu_utilization: int | None = None  # percent of the time in which a kernel ran
-
-
-class RankStatus(Message):
-    """The operations of a rank, and where its main thread is."""
-
-    running: list[OperationInfo]
-    last: OperationInfo | None
-    main: str
-    sequences: dict[str, int]  # by group: the number of collectives called
-    usage: Usage | None = None  # if `CollectStatus` asks for it
-
-
-class NotResponding(Message):
-    """The report of a hub in place of the status of a rank that does not answer."""
-
-    seconds: float
-    state: str
-
-
-class ExitedRank(Message):
-    """Rank 0's report in place of the status of a rank that has exited."""
-
-    status: int | None  # None at the end of its program
-    seconds: float  # since its exit
-
-
-Status: TypeAlias = RankStatus | NotResponding | ExitedRank
 
 
 class StatusReport(FromRank):
@@ -368,61 +281,3 @@ class MissingAnswer(ToOneRank):
     number: int
     ranks: str
     table: str
-
-
-# -- JSON --------------------------------------------------------------------------------------------------------------
-
-
-def encode(message: Message) -> bytes:
-    """Return a message as JSON."""
-    return json.dumps(message, default=_to_object, separators=(",", ":")).encode()
-
-
-def decode(text: bytes) -> Message | None:
-    """Return the message of a JSON text; None for an object that is not a message, or whose fields are not valid.
-
-    Raises:
-        ValueError: If the text is not a JSON object.
-        RecursionError: If it is nested too deeply.
-    """
-    try:
-        value = json.loads(text, object_hook=_from_object)
-    except (KeyError, TypeError):  # unknown class; missing, unknown or invalid field
-        return None
-    if not isinstance(value, (Message, dict)):
-        raise ValueError("not a JSON object")
-    return value if isinstance(value, Message) else None
-
-
-def _to_object(message: Message) -> dict[str, Any]:
-    return {_CLASS: type(message).__name__, **vars(message)}
-
-
-def _from_object(values: dict[str, Any]) -> Message | dict[str, Any]:
-    if _CLASS not in values:  # the sequences by group
-        return values
-    name = values.pop(_CLASS)
-    for field, is_valid in _validators(name).items():
-        if not is_valid(values[field]):
-            raise TypeError(field)
-    return _classes[name](**values)
-
-
-@functools.cache
-def _validators(name: str) -> dict[str, Callable[[Any], bool]]:
-    """Return, by field, a function that returns whether a value has the type of the field."""
-    return {field: _validator(hint) for field, hint in get_type_hints(_classes[name]).items()}
-
-
-def _validator(hint: Any) -> Callable[[Any], bool]:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is list:
-        is_valid = _validator(arguments[0])
-        return lambda value: isinstance(value, list) and all(map(is_valid, value))
-    if origin is dict:  # its keys are strings, as in all JSON
-        is_valid = _validator(arguments[1])
-        return lambda value: isinstance(value, dict) and all(map(is_valid, value.values()))
-    accepted = arguments or (hint,)  # the arguments of a union
-    if float in accepted:
-        accepted = (*accepted, int)
-    return lambda value: isinstance(value, accepted)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpicomm.arguments import Deadline
-from mpicomm.watchdog import exit_hooks, hang_report
+from mpicomm.recorder import hang_report
+from mpicomm.recorder.status import Crash
+from mpicomm.watchdog import exit_hooks
 from mpicomm.watchdog.channel import RankInfo
-from mpicomm.watchdog.protocol import COLLECT_SECONDS, LONGEST_GAP, Crash, LateOperation, PossibleHang, TimedOut
+from mpicomm.watchdog.protocol import COLLECT_SECONDS, LONGEST_GAP, LateOperation, PossibleHang, TimedOut
 
 RESPONSE_SECONDS = 1.5 * COLLECT_SECONDS
 """Seconds without an answer after which rank 0 counts as not responding."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mpicomm import mpi
 from mpicomm.errors import RankFailedError
-from mpicomm.watchdog import flight_recorder, hang_report
+from mpicomm.recorder import flight_recorder, hang_report
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

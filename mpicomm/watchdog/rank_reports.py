@@ -9,21 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from mpicomm.arguments import Deadline
-from mpicomm.watchdog import exit_hooks, flight_recorder, hang_report, local_processes, protocol
+from mpicomm.json_messages import Message
+from mpicomm.recorder import flight_recorder, hang_report
+from mpicomm.recorder.flight_recorder import Operation
+from mpicomm.recorder.status import NotResponding, RankStatus, Usage
+from mpicomm.watchdog import exit_hooks, local_processes, protocol
 from mpicomm.watchdog.channel import Channel, RankInfo
-from mpicomm.watchdog.flight_recorder import Operation
 from mpicomm.watchdog.nvml import GPUReader
-from mpicomm.watchdog.protocol import (
-    COLLECT_SECONDS,
-    LONGEST_GAP,
-    LocalProcess,
-    Message,
-    NotResponding,
-    RankExited,
-    RankStatus,
-    StatusReport,
-    Usage,
-)
+from mpicomm.watchdog.protocol import COLLECT_SECONDS, LONGEST_GAP, LocalProcess, RankExited, StatusReport
 
 WAIT_LIMIT = 5.0
 """Seconds that a rank waits for another rank that has exited normally, before the watchdog aborts the job."""

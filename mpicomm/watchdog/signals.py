@@ -22,7 +22,8 @@ import sys
 import threading
 import types
 
-from mpicomm.watchdog import protocol
+from mpicomm import json_messages
+from mpicomm.recorder.status import Crash
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
@@ -157,9 +158,9 @@ def catch_crashes() -> None:
 
 
 def _library() -> ctypes.CDLL | None:
-    from mpicomm.shm import native  # imports torch, which commands do without; only ranks call this
+    from mpicomm.native import c_library  # imports torch, which commands do without; only ranks call this
 
-    return native.library()
+    return c_library.load()
 
 
 @functools.cache
@@ -169,7 +170,7 @@ def _catch_in_c() -> bool:
         return False
     caught = [number for number in _CRASHES if signal.getsignal(number) == signal.SIG_DFL]  # also with faulthandler
     for number in caught:
-        head = protocol.encode(protocol.Crash(number.name, "")).removesuffix(b'"}')
+        head = json_messages.encode(Crash(number.name, "")).removesuffix(b'"}')
         library.mpicomm_catch(number, head)
     return len(caught) == len(_CRASHES)
 

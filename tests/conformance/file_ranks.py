@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import mpicomm
-from mpicomm.backend import plugin
+from mpicomm.backend import registration
 from tests.conformance import on_cpu
 from tests.conformance.group_creation import GroupCreation
 from tests.conformance.journal import Journal
@@ -29,7 +29,7 @@ def main() -> None:
     world = mpicomm.bootstrap(None)
     assert world.comm is not None
     on_cpu.lift_requirements()
-    creation = GroupCreation("gloo" if args.of_torch else plugin.NAME, world.rank, world.size)
+    creation = GroupCreation("gloo" if args.of_torch else registration.NAME, world.rank, world.size)
     creation.install()
     ranks = Ranks(world.comm, Journal(args.journal), args.scratch, is_ours=not args.of_torch, limit=args.limit)
     for path, names in json.loads(args.plan.read_text()).items():

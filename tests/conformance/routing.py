@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.common_distributed import DistTestCases
 
-from mpicomm.backend import plugin
+from mpicomm.backend import registration
 from mpicomm.backend.process_group import MPIProcessGroup
 
-OURS = plugin.NAME
+OURS = registration.NAME
 BUILT_IN = ("mpi", "gloo")
 _PREFIX = "conformance_"
 
 
 def route() -> None:
     """Create every group requested as `mpi` or `gloo` with the mpicomm backend, under the requested name."""
-    plugin.register()
+    registration.register()
     for label in BUILT_IN:
         create = functools.partial(_create, label)
         dist.Backend.register_backend(_PREFIX + label, create, extended_api=True, devices=["cpu", "cuda"])
@@ -45,7 +45,7 @@ def check_engine(group: Any, *, is_ours: bool) -> None:
 
 
 def _create(label: str, options: Any, _backend_options: Any) -> MPIProcessGroup:
-    return plugin.create(options, label)
+    return registration.create(options, label)
 
 
 def _routed(helper: Callable[..., Any]) -> Callable[..., Any]:

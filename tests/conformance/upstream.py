@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal import common_distributed, common_utils
 
-from mpicomm.backend import compatibility
+from mpicomm import torch_compatibility
 from tests.conformance import verdicts
 from tests.conformance.verdicts import Verdict
 
@@ -40,7 +40,7 @@ class Suite:
         self._rank = rank
         self._size = size
         self._module: Any = importlib.import_module(_MODULE)
-        if compatibility.torch_version() < _SHOWS_ASYNC_SPANS:
+        if torch_compatibility.torch_version() < _SHOWS_ASYNC_SPANS:
             self._module.PROFILING_SUPPORTED_BACKENDS = []
         # The class that PyTorch's own runner, test_distributed_spawn.py, names TestDistBackendWithSpawn.
         bases = (self._module.TestDistBackend, self._module.DistributedTest._DistTestBase)

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mpicomm.recorder import hang_report
 from mpicomm.reports import result_files
-from mpicomm.watchdog import hang_report
 from tests.compat import results
 from tests.failures import analyser, ways
 from tests.failures.ways import Result

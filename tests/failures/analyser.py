@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from mpicomm.recorder import hang_report
 from mpicomm.reports import result_files
-from mpicomm.watchdog import hang_report
 from tests.failures import ways
 from tests.failures.ways import Way
 from tests.launching import ROOT, run_within

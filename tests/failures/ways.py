@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpicomm.watchdog import hang_report
+from mpicomm.recorder import hang_report
 from tests.launching import Outcome, run_command
 from tests.time_limits import scaled
 

@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm
-from mpicomm.backend.executor import Executor
+from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.fast_path import FastPath
 from tests.features.problem import BATCH, FEATURES, SMALL_BUCKETS, dense_model, loss_of, sgd
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mpicomm.backend.gpu_transport import NO_TRANSPORT
+from mpicomm.backend.gpu.transport import NO_TRANSPORT
 from mpicomm.errors import MpicommError
 from tests.worlds import Group
 

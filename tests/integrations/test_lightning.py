@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from mpicomm import session
 from mpicomm.errors import LaunchError, MpicommError
+from mpicomm.job import session
 from tests.integrations.digits import run_example
 from tests.launching import run_ranks
 

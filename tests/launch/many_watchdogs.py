@@ -23,14 +23,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpicomm.shm import native
-from mpicomm.startup import open_files
+from mpicomm import open_files
+from mpicomm.json_messages import Message
+from mpicomm.native import c_library
+from mpicomm.recorder import flight_recorder
+from mpicomm.recorder.status import OperationInfo, RankStatus
 from mpicomm.watchdog import connection as connections
-from mpicomm.watchdog import flight_recorder, protocol
+from mpicomm.watchdog import protocol
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
-from mpicomm.watchdog.protocol import Message, OperationInfo
 from tests.time_limits import wait_until
 
 HOST = "127.0.0.1"
@@ -180,7 +182,7 @@ class Children:
 
     def _answer(self, child: int, number: int) -> None:
         for rank in self.behind[child]:
-            status = protocol.RankStatus([OPERATION], OPERATION, "train.py:88 (step)", {"0": 42})
+            status = RankStatus([OPERATION], OPERATION, "train.py:88 (step)", {"0": 42})
             self.connections[child].send(protocol.StatusReport(rank, number, status))
 
     def ask(self, number: int, frame: object) -> None:
@@ -309,7 +311,7 @@ def crowd(size: int, per_node: int, *, is_real: bool = True) -> Iterator[Crowd]:
                 stack.callback(os.close, end)
         ranks = Crowd(job)
         stack.callback(ranks.end)
-        native.library()  # a connection loads it to report crashes; it imports torch: here once, not in every rank
+        c_library.load()  # a connection loads it to report crashes; it imports torch: here once, not in every rank
         for rank in range(size if is_real else 1):
             ranks.start(rank, lambda rank=rank: be_a_rank(job, rank))  # type: ignore[misc]
         if not is_real:

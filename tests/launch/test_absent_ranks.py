@@ -21,7 +21,7 @@ variables = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 rank = next(int(os.environ[name]) for name in variables if name in os.environ)
 
 def bootstrap_together(ranks, timeout=None):
-    import mpicomm.runtime
+    import mpicomm.job.bootstrap
     synchronise(here, rank, ranks)
     mpicomm.bootstrap(timeout=timeout)
 """

@@ -21,7 +21,7 @@ import datetime, json, os, sys, threading, time
 import torch
 import torch.distributed as dist
 import mpicomm
-from mpicomm.watchdog import flight_recorder
+from mpicomm.recorder import flight_recorder
 from tests.time_limits import wait_until
 
 def say(kind, text=""):

@@ -13,7 +13,8 @@ import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 import mpicomm
-from mpicomm.watchdog import flight_recorder, local_processes
+from mpicomm.recorder import flight_recorder
+from mpicomm.watchdog import local_processes
 from tests.time_limits import wait_until
 """
 
@@ -99,7 +100,7 @@ threading.Thread(target=train).start()
 # Each group waits 1 s for a message that never arrives; together, they wait longer than the 5 s limit of one group.
 UNFINISHED = """
 import warnings
-from mpicomm.backend import send_recv
+from mpicomm.backend.execution import send_recv
 from mpicomm.watchdog import rank_reports
 send_recv._LAST_MESSAGES_SECONDS, rank_reports._TAKE_DOWN_SECONDS = 1.0, 5.0
 warnings.simplefilter("ignore")

@@ -95,7 +95,7 @@ MISSING = (
 if rank == 2:
     from mpi4py import MPI
     time.sleep(600)
-import mpicomm.runtime
+import mpicomm.job.bootstrap
 synchronise(Path("FOLDER"), rank, [0, 1])
 now()
 mpicomm.bootstrap(timeout=3)
@@ -108,7 +108,7 @@ WITHIN = (
     OWN_RANK
     + """
 import mpicomm
-from mpicomm.startup import topology
+from mpicomm import topology
 if rank == 1:
     topology.first_rank_of_node = lambda comm: {}["no such key"]
 now()

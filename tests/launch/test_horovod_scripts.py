@@ -242,7 +242,7 @@ def test_variables_select_recovery(environ: dict, options: dict, monkeypatch: py
         found.append(given)
         raise KeyboardInterrupt  # no job is formed
 
-    monkeypatch.setattr(context.runtime, "bootstrap", bootstrap)
+    monkeypatch.setattr(context.bootstrap, "bootstrap", bootstrap)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(KeyboardInterrupt):

@@ -32,4 +32,4 @@ def test_neither_torch_nor_mpi_is_imported(code: str) -> None:
 
 
 def test_the_door_to_mpi_stays_shut_until_it_is_used() -> None:
-    assert "mpi4py" not in {module.split(".")[0] for module in imported("import mpicomm.mpi, mpicomm.runtime")}
+    assert "mpi4py" not in {module.split(".")[0] for module in imported("import mpicomm.mpi, mpicomm.job.bootstrap")}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mpicomm import job_info
+from mpicomm.job import interfaces, rendezvous
 from mpicomm.settings import Settings
-from mpicomm.startup import interfaces, rendezvous
 from tests import nodes
 from tests.launching import Outcome, run_alone, run_command, run_ranks
 

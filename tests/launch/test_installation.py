@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm import shm
-from mpicomm.shm import native
+from mpicomm import native
+from mpicomm.native import c_library
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+@pytest.mark.skipif(c_library.load() is None, reason="there is no C compiler")
 def test_the_remedy_of_a_missing_library_builds_it(tmp_path: Path) -> None:
     """Pip keeps the wheel that it has built from an archive, also if that contains no library."""
     source, target = tmp_path / "source", tmp_path / "site"
@@ -33,7 +33,7 @@ def test_the_remedy_of_a_missing_library_builds_it(tmp_path: Path) -> None:
     def install(words: list[str], **variables: str) -> bool:
         command = [sys.executable, "-m", *words, *options]
         subprocess.run(command, env={**environ, **variables}, cwd=tmp_path, check=True, capture_output=True)
-        return (target / "mpicomm" / "shm" / "libnative.so").exists()
+        return (target / "mpicomm" / "native" / "libnative.so").exists()
 
     assert not install(["pip", "install", "--no-deps", "mpicomm"], CC="/bin/false")
-    assert install(shlex.split(shm.LIBRARY_REMEDY.partition(": ")[2].rstrip(".")))
+    assert install(shlex.split(native.LIBRARY_REMEDY.partition(": ")[2].rstrip(".")))

@@ -55,7 +55,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import mpicomm
-from mpicomm import session
+from mpicomm.job import session
 from tests.time_limits import wait_until
 
 world = mpicomm.bootstrap()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.watchdog.hang_report import DEATH_REMEDY, cause_of_loss
+from mpicomm.recorder.hang_report import DEATH_REMEDY, cause_of_loss
 from tests.launching import run_command
 
 SIZE, PER_NODE = 40, 5

@@ -33,7 +33,8 @@ class Alone:
 
 def be_rank_0() -> None:
     """Open the store and the out-of-band channel of a thousand ranks, and print how many have connected to each."""
-    from mpicomm.startup import rendezvous, topology
+    from mpicomm import topology
+    from mpicomm.job import rendezvous
     from mpicomm.watchdog.channel import Channel
     from tests.launch.many_watchdogs import Job
 
@@ -108,7 +109,7 @@ TOO_MANY = """
 import os, resource
 from pathlib import Path
 from mpicomm.errors import LaunchError
-from mpicomm.startup import open_files, topology
+from mpicomm import open_files, topology
 nodes = [str(rank // 50) for rank in range(200)]
 where = topology.from_nodes(0, nodes, nodes)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))

@@ -14,7 +14,7 @@ import datetime, sys, time
 import torch
 import torch.distributed as dist
 import mpicomm
-from mpicomm.backend import torch_internals
+from mpicomm import torch_internals
 
 def all_reduce():
     options = torch_internals.AllreduceOptions()

@@ -154,4 +154,6 @@ def test_plain_python_in_a_flux_instance(stand_ins: Path, answers: bool) -> None
     assert outcome.status == 0, outcome
     assert json.loads(outcome.stdout)["size"] == 1
     assert ("this Flux job has 8 tasks" in outcome.stderr) is answers, outcome
-    assert "mpicomm/runtime.py" not in outcome.stderr, f"the warning is to show the user's line, not ours\n{outcome}"
+    assert "mpicomm/job/bootstrap.py" not in outcome.stderr, (
+        f"the warning is to show the user's line, not ours\n{outcome}"
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.startup import mpi_job
+from mpicomm.job import mpi_job
 from tests import nodes
 from tests.failures import ways
 from tests.launching import run_command, run_ranks
@@ -61,10 +61,10 @@ def test_a_dev_shm_of_64_mb_is_enough() -> None:
 
 MISSING = """
 import os
-from mpicomm.shm import native
+from mpicomm.native import c_library
 
 if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")) == "1":
-    native.library = lambda: None
+    c_library.load = lambda: None
 import torch
 import torch.distributed as dist
 import mpicomm

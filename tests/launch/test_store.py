@@ -21,7 +21,7 @@ import os, socket, subprocess, sys
 import torch
 import torch.distributed as dist
 import mpicomm
-from mpicomm.startup import rendezvous
+from mpicomm.job import rendezvous
 
 _, port_of_gloo, port_of_mpicomm, port_of_the_user = sys.argv
 

@@ -33,8 +33,8 @@ import time
 import torch
 import torch.distributed as dist
 import mpicomm
-from mpicomm import session
-from mpicomm.watchdog import flight_recorder
+from mpicomm.job import session
+from mpicomm.recorder import flight_recorder
 from tests.time_limits import wait_until
 world = mpicomm.bootstrap()
 rank, size = world.rank, world.size

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.backend import dense_collectives, mpi_calls
+from mpicomm.backend.transfer import dense_collectives, mpi_calls
 from tests.worlds import Group
 
 

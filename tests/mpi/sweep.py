@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from mpicomm.backend import dtypes as names
+from mpicomm.backend.transfer import dtypes as names
 from tests.worlds import KINDS
 
 FEW = (torch.float32, torch.bfloat16, torch.int64)

@@ -143,7 +143,7 @@ def test_nothing(group: Group, shape: tuple[int, ...]) -> None:
 
 
 def _options(is_async: bool) -> object:
-    from mpicomm.backend import torch_internals
+    from mpicomm import torch_internals
 
     options = torch_internals.AllToAllOptions()
     options.asyncOp = is_async

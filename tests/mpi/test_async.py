@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend import worker_thread
-from mpicomm.backend.future_callbacks import OrderedFuture
-from mpicomm.backend.work import QueuedWork
-from mpicomm.backend.worker_thread import Worker
-from mpicomm.watchdog import flight_recorder
+from mpicomm.backend.execution import worker_thread
+from mpicomm.backend.execution.future_callbacks import OrderedFuture
+from mpicomm.backend.execution.work import QueuedWork
+from mpicomm.backend.execution.worker_thread import Worker
+from mpicomm.recorder import flight_recorder
 from tests import nodes
 from tests.time_limits import scaled
 from tests.torches import all_gather_single

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import dtypes
+from mpicomm.backend.transfer import dtypes
 from tests import nodes
 from tests.mpi.sweep import sweep
 from tests.torches import all_gather_single, reduce_scatter_single

@@ -17,14 +17,16 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 import mpicomm
-from mpicomm.backend import gpu_transport, groups, torch_internals
+from mpicomm import torch_internals
+from mpicomm.backend import groups
 from mpicomm.backend.composite import CompositeProcessGroup
-from mpicomm.backend.executor import Executor
+from mpicomm.backend.execution.executor import Executor
+from mpicomm.backend.execution.work import JointWork
+from mpicomm.backend.gpu import transport as gpu_transport
 from mpicomm.backend.operations import TABLE
 from mpicomm.backend.process_group import MPIProcessGroup
-from mpicomm.backend.work import JointWork
+from mpicomm.recorder import flight_recorder
 from mpicomm.settings import Settings
-from mpicomm.watchdog import flight_recorder
 
 
 class Witness:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.watchdog import flight_recorder
+from mpicomm.recorder import flight_recorder
 from tests.time_limits import scaled, wait_until
 
 SECONDS = 2.5  # the watchdog checks in the second half, and has nothing to report

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.backend.algorithms import Algorithm
+from mpicomm.backend.transfer.algorithms import Algorithm
 
 pytestmark = [pytest.mark.each_mpi, pytest.mark.mpi(min_size=2)]
 

@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend import gpu_probe, gpu_transport, mpi_calls
-from mpicomm.backend.gpu_transport import GPUDirect
-from mpicomm.backend.staging import Staged
+from mpicomm.backend.gpu import probe
+from mpicomm.backend.gpu import transport as gpu_transport
+from mpicomm.backend.gpu.staging import Staged
+from mpicomm.backend.gpu.transport import GPUDirect
+from mpicomm.backend.transfer import mpi_calls
 from mpicomm.settings import Settings
 from tests.movers import stage
 from tests.torches import all_gather_single, reduce_scatter_single
@@ -37,8 +39,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, is_claimed: bool,
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
-    monkeypatch.setattr(gpu_probe, "is_claimed", lambda _environ: is_claimed)
-    monkeypatch.setattr(gpu_probe, "failures", test)
+    monkeypatch.setattr(probe, "is_claimed", lambda _environ: is_claimed)
+    monkeypatch.setattr(probe, "failures", test)
     return tests
 
 
@@ -170,15 +172,15 @@ def test_ranks_with_tensors_on_gpus_and_on_the_host_take_part_together(world: mp
 
 
 def test_memory_that_mpi_can_access_passes_the_probe(world: mpicomm.World) -> None:
-    assert gpu_probe.failures(world.comm, HOST) == []
+    assert probe.failures(world.comm, HOST) == []
 
 
-OPERATIONS = [name for name in gpu_probe._TESTS if not name.startswith("uneven")]
+OPERATIONS = [name for name in probe._TESTS if not name.startswith("uneven")]
 
 
 def found_by_any(world: mpicomm.World) -> set[str]:
     """Return the operations that fail on any rank."""
-    found = world.comm.allgather(gpu_probe.failures(world.comm, HOST))
+    found = world.comm.allgather(probe.failures(world.comm, HOST))
     return {failure.split(" of ")[0] for failures in found for failure in failures}
 
 
@@ -202,8 +204,8 @@ def test_a_wrong_result_is_found_and_named(
         return right(comm, *args)
 
     monkeypatch.setattr(mpi_calls, function, wrong)
-    monkeypatch.setattr(gpu_probe, "_COUNTS", (3,))
-    assert found_by_any(world) == {each for each in gpu_probe._TESTS if each.removeprefix("uneven ") == name}
+    monkeypatch.setattr(probe, "_COUNTS", (3,))
+    assert found_by_any(world) == {each for each in probe._TESTS if each.removeprefix("uneven ") == name}
 
 
 def test_an_error_of_mpi_is_a_failure(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +213,7 @@ def test_an_error_of_mpi_is_a_failure(world: mpicomm.World, monkeypatch: pytest.
         raise mpi.api().Exception(mpi.api().ERR_BUFFER)
 
     monkeypatch.setattr(mpi_calls, "gather", refuse)
-    assert {failure.split(" of ")[0] for failure in gpu_probe.failures(world.comm, HOST)} == {"gather"}
+    assert {failure.split(" of ")[0] for failure in probe.failures(world.comm, HOST)} == {"gather"}
 
 
 def pretend_library(monkeypatch: pytest.MonkeyPatch, description: str, kinds: str | None) -> None:
@@ -220,7 +222,7 @@ def pretend_library(monkeypatch: pytest.MonkeyPatch, description: str, kinds: st
     comm = SimpleNamespace(Get_info=lambda: info)
     library = SimpleNamespace(description=description, path="")
     made_up = SimpleNamespace(api=lambda: SimpleNamespace(COMM_WORLD=comm), library=lambda: library)
-    monkeypatch.setattr(gpu_probe, "mpi", made_up)
+    monkeypatch.setattr(probe, "mpi", made_up)
     monkeypatch.setattr(torch.version, "hip", None)
 
 
@@ -239,17 +241,17 @@ def test_a_library_that_names_kinds_of_memory(
     monkeypatch: pytest.MonkeyPatch, kinds: str | None, is_claimed: bool
 ) -> None:
     pretend_library(monkeypatch, "MPICH", kinds)
-    assert gpu_probe.is_claimed({}) == is_claimed
+    assert probe.is_claimed({}) == is_claimed
 
 
 @pytest.mark.parametrize("enabled", [None, "0", "1"])
 def test_crays_library_is_believed_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch, enabled: str | None) -> None:
     pretend_library(monkeypatch, "CRAY MPICH version 8.1", "system,cuda")
     environ = {} if enabled is None else {"MPICH_GPU_SUPPORT_ENABLED": enabled}
-    assert gpu_probe.is_claimed(environ) == (enabled == "1")
+    assert probe.is_claimed(environ) == (enabled == "1")
 
 
 def test_the_mpis_of_the_package_index_claim_nothing(world: mpicomm.World) -> None:
     if not mpi.library().path.startswith(sys.prefix):
         pytest.skip("this MPI was installed otherwise")
-    assert not gpu_probe.is_claimed({"MPICH_GPU_SUPPORT_ENABLED": "1"})
+    assert not probe.is_claimed({"MPICH_GPU_SUPPORT_ENABLED": "1"})

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm import mpi
-from mpicomm.backend import torch_internals
+from mpicomm import mpi, torch_internals
 
 pytestmark = pytest.mark.each_torch("groups")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpicomm.backend import dtypes, reductions
+from mpicomm.backend.transfer import dtypes, reductions
 from tests.mpi.counts import limit
 from tests.mpi.sweep import FEW
 from tests.torches import reduce_scatter_single
@@ -246,7 +246,7 @@ def test_the_average_of_narrow_integers_does_not_overflow(group: Group) -> None:
 
 
 def _options(kind: str, op: object, is_async: bool) -> Any:
-    from mpicomm.backend import torch_internals
+    from mpicomm import torch_internals
 
     options = getattr(torch_internals, kind)()
     options.reduceOp = op

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend import mpi_calls
-from mpicomm.backend.send_recv import MessageWork
+from mpicomm.backend.execution.send_recv import MessageWork
+from mpicomm.backend.transfer import mpi_calls
 from tests.mpi.sweep import sweep
 from tests.time_limits import scaled, wait_until
 from tests.worlds import Group, on_groups

@@ -164,7 +164,7 @@ def _freed(count: int) -> torch.Tensor:
 
 
 def _options(root: int) -> object:
-    from mpicomm.backend import torch_internals
+    from mpicomm import torch_internals
 
     options = torch_internals.BroadcastOptions()
     options.rootRank = root

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.backend import compatibility, torch_internals, work
+from mpicomm import torch_compatibility, torch_internals
+from mpicomm.backend.execution import work
 from tests.mpi import test_collectives
 from tests.mpi.counts import limit
 from tests.mpi.sweep import sweep
@@ -369,7 +370,9 @@ def test_the_monitored_barrier_does_not_wait_for_queued_operations(world: mpicom
 
 
 @pytest.mark.each_torch("profiler")
-@pytest.mark.skipif(compatibility.torch_version() < (2, 12), reason="torch loses spans that end on another thread")
+@pytest.mark.skipif(
+    torch_compatibility.torch_version() < (2, 12), reason="torch loses spans that end on another thread"
+)
 @WHEN
 @on_groups("world", "parity")
 def test_the_profiler_sees_operations_with_their_shapes(group: Group, is_async: bool) -> None:

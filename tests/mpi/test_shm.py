@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend import hierarchical, reductions
-from mpicomm.backend.hierarchical import HierarchicalAllReduce
-from mpicomm.shm import segment
+from mpicomm.backend.transfer import hierarchical, reductions, segment
+from mpicomm.backend.transfer.hierarchical import HierarchicalAllReduce
 from tests import nodes, reduction_guarantees
 from tests.torches import all_gather_single, reduce_scatter_single
 from tests.worlds import Group

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.shm import segment, slots
-from mpicomm.shm.slots import NativeSlots
-from mpicomm.watchdog import flight_recorder
+from mpicomm.backend.transfer import segment, slots
+from mpicomm.backend.transfer.slots import NativeSlots
+from mpicomm.recorder import flight_recorder
 from tests import nodes
 from tests.ordered_sum import ordered_sum
 from tests.time_limits import wait_until

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 import mpicomm
-from mpicomm.backend import compatibility
+from mpicomm import torch_compatibility
 
 pytestmark = [
     pytest.mark.each_torch("bootstrap"),
-    pytest.mark.skipif(compatibility.torch_version() < (2, 15), reason="torch attaches no flight recorder"),
+    pytest.mark.skipif(torch_compatibility.torch_version() < (2, 15), reason="torch attaches no flight recorder"),
 ]
 
 

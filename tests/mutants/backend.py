@@ -217,7 +217,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "backend.algorithms",
+        "transfer.algorithms",
         old="dict.fromkeys(_REDUCTIONS, 4 * _KIB)",
         new="dict.fromkeys(_REDUCTIONS, 8 * _KIB)",
         fault="The bits of small sums differ from those of the last version.",
@@ -524,7 +524,7 @@ _divide(dense, self.divisor)
     ),
     # -- dtypes.py ------------------------------------------------------------------------------------------
     Mutant(
-        "backend.dtypes",
+        "transfer.dtypes",
         old='"UINT32_T"',
         new='"INT32_T"',
         fault="MIN and MAX of uint32 treat numbers from 2^31 on as negative.",

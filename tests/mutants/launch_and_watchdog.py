@@ -512,7 +512,7 @@ if answers and all(answers) and number in _STOPS:
         tests="tests/launch/test_failures.py -k test_all_ranks_fail_at_once",
     ),
     Mutant(
-        "watchdog.flight_recorder",
+        "recorder.flight_recorder",
         old='("contextlib", "functools", "threading", "typing_extensions", "warnings")',
         new='("functools", "threading", "typing_extensions", "warnings")',
         fault="A decorator of contextlib around new_group is reported as the line of the program.",
@@ -535,19 +535,19 @@ if answers and all(answers) and number in _STOPS:
     Mutant(
         "_export",
         old="""
-session.environ[name] = os.environ.get(name)
+opened.environ[name] = os.environ.get(name)
 os.environ[name] = str(value)
 """,
         new="""
 os.environ[name] = str(value)
-session.environ[name] = os.environ.get(name)
+opened.environ[name] = os.environ.get(name)
 """,
         fault="shutdown() does not restore RANK and the other variables that bootstrap() has set.",
         tests="tests/launch/test_exit.py -k test_a_world_of_one",
     ),
     Mutant(
         "_make_group",
-        old="session.request.limit",
+        old="opened.request.limit",
         new="StartRequest().limit",
         fault="The process group does not get the timeout passed to bootstrap().",
         tests="tests/launch/test_leaving.py -k deadlock",
@@ -952,8 +952,8 @@ else:
         tests="tests/unit/test_command.py -k brackets",
     ),
     Mutant(
-        "native.library",
-        old="len(sources) == len(SOURCES) and native.mpicomm_source_crc() != zlib.crc32(b''.join(sources))",
+        "c_library.load",
+        old="len(sources) == len(SOURCES) and library.mpicomm_source_crc() != zlib.crc32(b''.join(sources))",
         new="False",
         fault="After an update, a C library of the earlier version is used.",
         tests="tests/unit/test_native.py -k another_source",

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
-        "native.call",
+        "c_library.call",
         old="_dtype_code(dtype) << 48",
         new="0",
         fault="A rank reads a tensor as another dtype than that of the rank that sent it, without an error.",
@@ -57,8 +57,8 @@ MUTANTS = [
     # -- shared memory of a node ----------------------------------------------------------------------------
     Mutant(
         "NativeSlots._run",
-        old="while status == native.WAITING:",
-        new="if status == native.WAITING:",
+        old="while status == c_library.WAITING:",
+        new="if status == c_library.WAITING:",
         fault="An operation ends when another rank is more than a millisecond late.",
         tests="tests/mpi/test_slots.py -k test_a_wait_releases_the_gil",
         ranks=2,
@@ -72,8 +72,8 @@ MUTANTS = [
     ),
     Mutant(
         "NativeSlots._run",
-        old="status == native.DIFFERENT",
-        new="False and status == native.DIFFERENT",
+        old="status == c_library.DIFFERENT",
+        new="False and status == c_library.DIFFERENT",
         fault="Ranks that call different operations take the slower path instead of raising an error.",
         tests="tests/mpi/test_slots.py -k different_calls",
         ranks=2,
@@ -168,8 +168,8 @@ if reduction.wide is not None:
     # -- transport of tensors to MPI ------------------------------------------------------------------------
     Mutant(
         "AlgorithmSelector._open",
-        old="agreement.all_true(self._comm, self._is_wanted and native.library() is not None)",
-        new="self._is_wanted and native.library() is not None",
+        old="agreement.all_true(self._comm, self._is_wanted and c_library.load() is not None)",
+        new="self._is_wanted and c_library.load() is not None",
         fault="Some ranks use shared memory although a rank does not.",
         tests="tests/mpi/test_shm.py -k 'test_promises and NATIVE'",
         ranks=2,

@@ -72,7 +72,7 @@ MUTANTS = [
         tests="tests/unit/test_channel.py -k not_valid_is_dropped",
     ),
     Mutant(
-        "watchdog.protocol.decode",
+        "json_messages.decode",
         old="if not isinstance(value, (Message, dict)):",
         new="if False:",
         fault="A connection that sends JSON values other than objects is not closed.",
@@ -115,7 +115,7 @@ MUTANTS = [
     ),
     Mutant(
         "bootstrap",
-        old="session.arm_abort(base.rank, base.size, base)",
+        old="session_setup.arm_abort(base.rank, base.size, base)",
         fault="If one rank fails within bootstrap(), the other ranks wait for it until the timeout.",
         tests="tests/launch/test_failures.py -k one_rank_fails_within_bootstrap",
     ),
@@ -319,7 +319,7 @@ MUTANTS = [
         tests="tests/unit/test_durations.py -k suspension",
     ),
     Mutant(
-        "compatibility.explained",
+        "torch_compatibility.explained",
         old="except (MpicommError, dist.DistError):",
         new="except MpicommError:",
         fault="With a new version of torch, a failure of the network is reported as an incompatibility.",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm import session
+from mpicomm.job import session
 from mpicomm.training.trainer import Trainer
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import mpicomm
-from mpicomm import recovery
+from mpicomm.job import recovery
 from mpicomm.training import parallel, reporting
 from mpicomm.training.run_directory import RunDirectory
 from mpicomm.training.training_loop import TrainingLoop

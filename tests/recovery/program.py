@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm import recovery
+from mpicomm.job import recovery
 
 MANY = 2**24  # elements of 64 MiB
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpicomm import mpi
-from mpicomm.recovery import assign
+from mpicomm.job.recovery import assign
 from tests.launching import run_command, run_ranks
 
 RUN = [sys.executable, "-m", "mpicomm", "run"]
@@ -61,13 +61,13 @@ INTERRUPTED = """
 import os, signal
 import torch.distributed as dist
 import mpicomm
-from mpicomm import session
+from mpicomm.job import session_setup
 
-make_group = session._make_group
+make_group = session_setup._make_group
 
 def interrupted(opened):
     # in the first attempt to recover rank 2 dies, and of the others only rank 1 begins to create the default group
-    session._make_group = make_group
+    session_setup._make_group = make_group
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
@@ -77,7 +77,7 @@ def interrupted(opened):
 
 world = mpicomm.bootstrap(on_failure="recover")
 rank = world.rank
-session._make_group = interrupted
+session_setup._make_group = interrupted
 if rank == 3:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
@@ -91,7 +91,7 @@ print(f"rank {world.rank} of {world.size} continues in a new group")
 INCOMPLETE = """
 import os, pickle, signal
 import mpicomm
-from mpicomm import recovery
+from mpicomm.job import recovery
 
 order = recovery._order
 
@@ -166,9 +166,9 @@ print(f"rank {world.rank} of {world.size} continues")
 CANNOT_FORM = """
 import os, signal, sys
 import mpicomm
-from mpicomm import session
+from mpicomm.job import session_setup
 
-make_group = session._make_group
+make_group = session_setup._make_group
 left = int(sys.argv[1])
 
 def failing(opened):
@@ -181,7 +181,7 @@ def failing(opened):
 
 world = mpicomm.bootstrap(on_failure="recover")
 rank = world.rank
-session._make_group = failing
+session_setup._make_group = failing
 if rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 try:

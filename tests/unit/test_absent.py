@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.startup.notice import Process, Waiting, hosts_of_job, report
+from mpicomm.job.notice import Process, Waiting, hosts_of_job, report
 from tests.launching import run_alone
 
 WAITING = Waiting(
@@ -103,7 +103,7 @@ def test_it_is_printed_while_the_gil_is_held_and_not_after_the_block() -> None:
     code = """
 import ctypes, os, sys
 from mpicomm.launch import detect
-from mpicomm.startup import notice
+from mpicomm.job import notice
 launch = detect.detect(os.environ)
 reading, writing = os.pipe()
 os.dup2(writing, 2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpicomm.backend import algorithms
-from mpicomm.backend.algorithms import Algorithm, Choices
+from mpicomm.backend.transfer import algorithms
+from mpicomm.backend.transfer.algorithms import Algorithm, Choices
 
 KIB, MIB = 2**10, 2**20
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")

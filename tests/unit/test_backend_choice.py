@@ -7,8 +7,8 @@ import itertools
 import pytest
 from torch import version
 
-from mpicomm.backend import plugin
-from mpicomm.startup import plan
+from mpicomm.backend import registration
+from mpicomm.job import plan
 
 CONCRETE = [name for name in plan.KNOWN_BACKENDS if name != "auto"]
 
@@ -58,4 +58,4 @@ def test_whether_every_rank_has_a_gpu_of_its_own(uuids: list[str | None], hosts:
 def test_the_devices_of_a_build(cuda: str | None, hip: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version, "cuda", cuda)
     monkeypatch.setattr(version, "hip", hip)
-    assert plugin._devices_of_build() == (["cpu", "cuda"] if cuda or hip else ["cpu"])
+    assert registration._devices_of_build() == (["cpu", "cuda"] if cuda or hip else ["cpu"])

@@ -17,11 +17,14 @@ from typing import Any
 
 import pytest
 
+from mpicomm import json_messages
+from mpicomm.json_messages import Message
+from mpicomm.recorder.status import Crash, NotResponding, OperationInfo, RankStatus, Usage
 from mpicomm.watchdog import connection as connections
 from mpicomm.watchdog import local_processes, protocol
 from mpicomm.watchdog.channel import Channel, ChannelEvent
 from mpicomm.watchdog.connection import Connection
-from mpicomm.watchdog.protocol import CollectStatus, DumpFailed, GroupBroken, LocalProcess, Message, RankFailed
+from mpicomm.watchdog.protocol import CollectStatus, DumpFailed, GroupBroken, LocalProcess, RankFailed
 from tests.time_limits import scaled
 
 TOKEN = bytes(range(32))
@@ -57,7 +60,7 @@ def take(channel: Channel, number: int, *others: Channel) -> list[ChannelEvent]:
 
 def message_of(size: int, number: int = 0) -> DumpFailed:
     """Return a message whose JSON text has `size` bytes."""
-    return DumpFailed(number, "a" * (size - len(protocol.encode(DumpFailed(number, "")))))
+    return DumpFailed(number, "a" * (size - len(json_messages.encode(DumpFailed(number, "")))))
 
 
 def frame(text: bytes) -> bytes:
@@ -65,7 +68,7 @@ def frame(text: bytes) -> bytes:
 
 
 MESSAGE = RankFailed(7)
-FRAME = frame(protocol.encode(MESSAGE))
+FRAME = frame(json_messages.encode(MESSAGE))
 
 
 def numbers_of(messages: list[Any]) -> list[int]:
@@ -168,12 +171,12 @@ def proof_of(nonce: bytes, name: str, token: bytes = TOKEN) -> str:
 
 def credentials(nonce: bytes, rank: int, token: bytes = TOKEN, own: bytes = NONCE) -> bytes:
     proof = proof_of(nonce, str(rank), token)
-    return protocol.encode(protocol.Proof(rank, LocalProcess(os.getpid()), proof, own.hex()))
+    return json_messages.encode(protocol.Proof(rank, LocalProcess(os.getpid()), proof, own.hex()))
 
 
 def welcome(proof: dict[str, Any], token: bytes = TOKEN) -> bytes:
     """Return the frame with which a hub answers a proof."""
-    return frame(protocol.encode(protocol.Welcome(proof_of(bytes.fromhex(proof["nonce"]), "welcome", token))))
+    return frame(json_messages.encode(protocol.Welcome(proof_of(bytes.fromhex(proof["nonce"]), "welcome", token))))
 
 
 def change(text: bytes, **values: Any) -> dict[str, Any]:
@@ -336,26 +339,26 @@ def test_a_message_that_is_not_valid_is_dropped(text: bytes) -> None:
 
 
 def test_messages_arrive_as_they_were_sent() -> None:
-    operation = protocol.OperationInfo(7, "send", "0", "", None, True, "", 0, 3, "a.py:1", 1.5, None, False)
+    operation = OperationInfo(7, "send", "0", "", None, True, "", 0, 3, "a.py:1", 1.5, None, False)
     for status in (
-        protocol.RankStatus([operation], None, "a.py:2", {"0": 7, "": -1}),
-        protocol.RankStatus([], operation, "", {}),
-        protocol.NotResponding(4, ""),
+        RankStatus([operation], None, "a.py:2", {"0": 7, "": -1}),
+        RankStatus([], operation, "", {}),
+        NotResponding(4, ""),
     ):
         message = protocol.StatusReport(2, 1, status)
-        assert protocol.decode(protocol.encode(message)) == message
+        assert json_messages.decode(json_messages.encode(message)) == message
     for answer in (protocol.Acknowledgement(3), protocol.MissingAnswer(3, 1, "0-2", "table"), GroupBroken("0", "é\n")):
-        assert protocol.decode(protocol.encode(answer)) == answer
+        assert json_messages.decode(json_messages.encode(answer)) == answer
 
 
 def test_default_values_are_valid() -> None:
     """The receiver drops a message with a field of another type."""
     process = protocol.LocalProcess(7)
-    usage = protocol.Usage(1.5, 2**30)
+    usage = Usage(1.5, 2**30)
     died, started, finished = protocol.RankDied(1, "closed", None), protocol.JobStarted({}), protocol.RankFinished(1)
     collect = CollectStatus(1, files=True)
-    for message in (process, usage, protocol.RankStatus([], None, "", {}), died, started, finished, collect):
-        assert protocol.decode(protocol.encode(message)) == message
+    for message in (process, usage, RankStatus([], None, "", {}), died, started, finished, collect):
+        assert json_messages.decode(json_messages.encode(message)) == message
     assert (usage.gpu_memory, usage.gpu_memory_total, usage.gpu_utilization) == (None, None, None)
     assert (process.start_time, started.name) == ("", "")
     assert not any([started.recovers, finished.has_failed, collect.usage])
@@ -364,7 +367,7 @@ def test_default_values_are_valid() -> None:
 def test_a_text_that_is_not_an_object_is_an_error() -> None:
     for text in (b"7", b"[]", b'"CollectStatus"', b"{"):
         with pytest.raises(ValueError):  # noqa: PT011  of json, whose text varies
-            protocol.decode(text)
+            json_messages.decode(text)
 
 
 # -- hubs and children -----------------------------------------------------------------------------------------------
@@ -395,7 +398,7 @@ def test_both_ends_authenticate() -> None:
 
 def test_a_process_that_crashes_is_lost_at_once() -> None:
     """Before its connection ends, and after its earlier messages."""
-    crash = protocol.Crash("SIGSEGV", 'File "a.py", line 1 in f')
+    crash = Crash("SIGSEGV", 'File "a.py", line 1 in f')
     with family(1) as (hub, children):
         children[1].send_up(MESSAGE)
         children[1].send_up(crash)
@@ -443,7 +446,7 @@ def test_nothing_is_sent_to_an_absent_rank() -> None:
 
 def test_the_parent_forwards_answers_to_observers(pair: tuple[Connection, Connection]) -> None:
     """`mpicomm run` has the observers of the jobs that it starts."""
-    answers = [protocol.StatusReport(0, 1, protocol.NotResponding(4.0, "")), protocol.StatusComplete({"node0": "0"})]
+    answers = [protocol.StatusReport(0, 1, NotResponding(4.0, "")), protocol.StatusComplete({"node0": "0"})]
     with contextlib.closing(Channel(0, TOKEN)) as alone:
         alone.attach_parent(pair[0])
         alone.answer_observers(answers)
@@ -508,7 +511,7 @@ def altered(nonce: bytes, /, **values: Any) -> bytes:
 
 STRANGERS: dict[str, Callable[[bytes], bytes]] = {
     "sends_no_proof": lambda nonce: json.dumps({"$class": "Proof", "hello": nonce.hex()}).encode(),
-    "sends_a_wrong_proof": lambda nonce: protocol.encode(MESSAGE),
+    "sends_a_wrong_proof": lambda nonce: json_messages.encode(MESSAGE),
     "lies_about_the_token": lambda nonce: credentials(nonce, 1, TOKEN[::-1]),
     "lies_about_the_rank": lambda nonce: json.dumps({**json.loads(credentials(nonce, 2)), "rank": 1}).encode(),
     "repeats_an_old_proof": lambda nonce: credentials(bytes(len(nonce)), 1),
@@ -570,7 +573,7 @@ def test_a_rank_sends_its_proof_and_not_the_token() -> None:
         hub, _ = listener.accept()
         with hub:
             hub.settimeout(SECONDS)
-            hub.sendall(frame(protocol.encode(challenge)))
+            hub.sendall(frame(json_messages.encode(challenge)))
             sent = read_frame(hub)
             hub.sendall(welcome(sent))
             connecting.join()
@@ -583,9 +586,9 @@ def test_a_rank_sends_its_proof_and_not_the_token() -> None:
 
 WITHOUT_TOKEN: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "lacks_the_token": lambda proof: welcome(proof, bytes(32)),
-    "returns_the_proof_of_the_rank": lambda proof: frame(protocol.encode(protocol.Welcome(proof["proof"]))),
+    "returns_the_proof_of_the_rank": lambda proof: frame(json_messages.encode(protocol.Welcome(proof["proof"]))),
     "sends_something_else": lambda _: FRAME,
-    "sends_a_proof_of_other_letters": lambda _: frame(protocol.encode(protocol.Welcome("é" * 64))),
+    "sends_a_proof_of_other_letters": lambda _: frame(json_messages.encode(protocol.Welcome("é" * 64))),
 }
 
 
@@ -597,7 +600,7 @@ def test_a_rank_refuses_a_hub_without_the_token(answer: Callable[[dict[str, Any]
             hub, _ = listener.accept()
             with hub:
                 hub.settimeout(SECONDS)
-                hub.sendall(frame(protocol.encode(protocol.Challenge(0, LocalProcess(7), NONCE.hex()))))
+                hub.sendall(frame(json_messages.encode(protocol.Challenge(0, LocalProcess(7), NONCE.hex()))))
                 hub.sendall(answer(read_frame(hub)))
                 assert hub.recv(1) == b"", "the rank stays connected"
 
@@ -719,7 +722,7 @@ def test_messages_right_after_the_welcome_are_received() -> None:
 
         def take_in() -> socket.socket:
             sock = listener.accept()[0]
-            sock.sendall(frame(protocol.encode(protocol.Challenge(0, LocalProcess(7), "00" * 16))))
+            sock.sendall(frame(json_messages.encode(protocol.Challenge(0, LocalProcess(7), "00" * 16))))
             sock.sendall(welcome(read_frame(sock)) + FRAME)
             return sock
 

@@ -23,7 +23,7 @@ class Clocks:
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     fake = Clocks()
     monkeypatch.setattr(clock, "time", fake)
-    monkeypatch.setattr(clock, "identity", lambda: f"host {fake.shift}")
+    monkeypatch.setattr(clock, "clock_identity", lambda: f"host {fake.shift}")
     return fake
 
 

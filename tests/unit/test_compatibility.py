@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm import session
-from mpicomm.backend import compatibility
-from mpicomm.startup.start_request import StartRequest
+from mpicomm import torch_compatibility
+from mpicomm.job import session_setup
+from mpicomm.job.start_request import StartRequest
 
 TESTED = f"the versions that mpicomm {mpicomm.__version__} is tested with (2.8 to 2.15)"
 INSTALL = "  pip install 'torch>=2.8,<2.16'"
@@ -28,14 +28,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 
 def import_anew(monkeypatch: pytest.MonkeyPatch) -> str:
     """Reimport the module that uses torch's private names, and return the message of its error."""
-    monkeypatch.delitem(sys.modules, "mpicomm.backend.torch_internals")
+    monkeypatch.delitem(sys.modules, "mpicomm.torch_internals")
     with pytest.raises(mpicomm.MpicommError) as caught:
-        importlib.import_module("mpicomm.backend.torch_internals")
+        importlib.import_module("mpicomm.torch_internals")
     return str(caught.value)
 
 
 def test_the_range_is_that_of_the_package_metadata() -> None:
-    oldest = ".".join(map(str, compatibility.OLDEST))
+    oldest = ".".join(map(str, torch_compatibility.OLDEST))
     assert f'"torch>={oldest}"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
 
 
@@ -83,7 +83,7 @@ def _make_group(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     request = StartRequest("mpi", abort_on_error=False)
     job: Any = type("Job", (), {"store": dist.HashStore()})()
     opened: Any = type("Session", (), {"request": request, "world": world, "job": job})()
-    session._make_group(opened)
+    session_setup._make_group(opened)
 
 
 def test_a_newer_torch_that_cannot_make_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

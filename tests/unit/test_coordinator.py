@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from mpicomm.json_messages import Message
+from mpicomm.recorder import hang_report
+from mpicomm.recorder.hang_report import CRASH_REMEDY, DEATH_REMEDY, HOST_REMEDY
+from mpicomm.recorder.status import Crash, ExitedRank, NotResponding, OperationInfo, RankStatus
 from mpicomm.watchdog import coordinator as coordinators
-from mpicomm.watchdog import hang_report, protocol
+from mpicomm.watchdog import protocol
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.coordinator import (
@@ -28,7 +32,6 @@ from mpicomm.watchdog.coordinator import (
     SendToRanks,
     Tick,
 )
-from mpicomm.watchdog.hang_report import CRASH_REMEDY, DEATH_REMEDY, HOST_REMEDY
 from mpicomm.watchdog.protocol import (
     COLLECT_SECONDS,
     Acknowledgement,
@@ -37,12 +40,8 @@ from mpicomm.watchdog.protocol import (
     GroupBroken,
     JobEnding,
     LateOperation,
-    Message,
     MissingAnswer,
-    NotResponding,
-    OperationInfo,
     PossibleHang,
-    RankStatus,
     StatusReport,
     TimedOut,
     WaitEnded,
@@ -200,15 +199,13 @@ def test_a_rank_that_died_is_named_once_and_ends_the_job(court: Court) -> None:
 
 
 def test_the_remedy_depends_on_whether_the_rank_has_crashed(court: Court) -> None:
-    court.receive(protocol.RankDied(2, "crashed", protocol.Crash("SIGSEGV", "")))
+    court.receive(protocol.RankDied(2, "crashed", Crash("SIGSEGV", "")))
     assert court.printed[0].splitlines()[0].endswith("died: SIGSEGV ended its process; aborting the job")
     assert court.printed[0].splitlines()[1:] == CRASH_REMEDY.splitlines()
 
 
-@pytest.mark.parametrize(
-    "crash", [None, protocol.Crash("SIGSEGV", 'File "a.py", line 1 in f'), protocol.Crash("SIGABRT", "")]
-)
-def test_the_ranks_of_a_hub_that_died_report_it(crash: protocol.Crash | None) -> None:
+@pytest.mark.parametrize("crash", [None, Crash("SIGSEGV", 'File "a.py", line 1 in f'), Crash("SIGABRT", "")])
+def test_the_ranks_of_a_hub_that_died_report_it(crash: Crash | None) -> None:
     monitor = Rank0Monitor(RankInfo(1, ["alpha"] * 2, [0, 0], [0, 0]), lambda rank: "")
     monitor.record_loss("closed", crash)
     reason = {
@@ -925,7 +922,7 @@ def test_an_observer_is_answered_without_a_silent_or_an_exited_rank(court: Court
     court.tick(COLLECT_SECONDS)
     (messages,) = court.observed
     assert messages[1] == StatusReport(1, number, NotResponding(COLLECT_SECONDS, ""))
-    assert messages[2] == StatusReport(2, number, protocol.ExitedRank(3, court.now - exited))
+    assert messages[2] == StatusReport(2, number, ExitedRank(3, court.now - exited))
 
 
 def test_an_observer_is_answered_without_a_failed_rank() -> None:

@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 import pytest
 
-from mpicomm.shm import native
+from mpicomm.native import c_library
+from mpicomm.recorder.status import Crash
 from mpicomm.watchdog import signals
 from mpicomm.watchdog.connection import Connection
-from mpicomm.watchdog.protocol import Crash
 from tests.time_limits import scaled
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the C library was not built")
+pytestmark = pytest.mark.skipif(c_library.load() is None, reason="the C library was not built")
 
 
 def read_address_0() -> None:

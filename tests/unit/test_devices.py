@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm.errors import DeviceError
-from mpicomm.startup import devices
+from mpicomm.job import devices
 
 NODE = [f"GPU-{index}" for index in range(4)]
 subsets = st.lists(st.sampled_from(NODE), unique=True)

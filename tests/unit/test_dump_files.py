@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.watchdog import dump
+from mpicomm.recorder import dump
 
 NAMES = {"fr_trace_rank_3", "rank-3.json", "rank-3.stacks.txt"}
 

@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 
-from mpicomm.backend import future_callbacks, torch_internals
-from mpicomm.backend.future_callbacks import all_of
+from mpicomm import torch_internals
+from mpicomm.backend.execution import future_callbacks
+from mpicomm.backend.execution.future_callbacks import all_of
 
 
 class LossOfContactError(Exception):

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import mpicomm
-from mpicomm.watchdog import dump, flight_recorder
-from mpicomm.watchdog.flight_recorder import RING, Group, Operation, StreamQueue
+from mpicomm.recorder import dump, flight_recorder
+from mpicomm.recorder.flight_recorder import RING, Group, Operation, StreamQueue
 from tests.time_limits import scaled
 
 HERE = Path(__file__).name

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from mpicomm.backend import gpus
-from mpicomm.backend.gpus import ThreadDevice
-from mpicomm.backend.send_recv import Poller
-from mpicomm.backend.worker_thread import Worker
+from mpicomm.backend.execution.send_recv import Poller
+from mpicomm.backend.execution.worker_thread import Worker
+from mpicomm.backend.gpu import thread_device
+from mpicomm.backend.gpu.thread_device import ThreadDevice
 
 CREATED = 0xABC0
 
@@ -45,9 +45,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(None, device))
-    monkeypatch.setattr(gpus, "prepare_thread_for_events", state.entered.append)
+    monkeypatch.setattr(thread_device, "prepare_thread_for_events", state.entered.append)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(gpus, "_driver", lambda: state.driver)
+    monkeypatch.setattr(thread_device, "_driver", lambda: state.driver)
     return state
 
 
@@ -97,7 +97,7 @@ def test_a_thread_begins_on_the_gpu_of_its_creator(cuda: SimpleNamespace) -> Non
 
 
 def test_a_stream_is_not_one_of_torchs_pool(cuda: SimpleNamespace) -> None:
-    stream = gpus.own_stream(GPU)
+    stream = thread_device.own_stream(GPU)
     assert (stream.handle, stream.device) == (CREATED, GPU)
     assert cuda.driver.called[-1] == "cuCtxPopCurrent_v2"
     del stream
@@ -108,11 +108,11 @@ def test_a_stream_is_not_one_of_torchs_pool(cuda: SimpleNamespace) -> None:
 @pytest.mark.parametrize("fails", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuStreamCreate"])
 def test_where_cuda_refuses_a_stream_torchs_pool_has_one(cuda: SimpleNamespace, fails: str) -> None:
     cuda.driver = Driver(fails)
-    assert gpus.own_stream(GPU).handle is None
+    assert thread_device.own_stream(GPU).handle is None
     assert cuda.driver.called.count("cuCtxPushCurrent_v2") >= cuda.driver.called.count("cuCtxPopCurrent_v2")
 
 
 def test_rocm_takes_torchs_streams(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert gpus.own_stream(GPU).handle is None
+    assert thread_device.own_stream(GPU).handle is None
     assert cuda.driver.called == []

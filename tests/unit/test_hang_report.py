@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.watchdog import hang_report
-from mpicomm.watchdog.protocol import ExitedRank, OperationInfo, RankStatus, Status
+from mpicomm.recorder import hang_report
+from mpicomm.recorder.status import ExitedRank, OperationInfo, RankStatus, Status
 
 
 def operation_text(**changes: Any) -> OperationInfo:

@@ -16,13 +16,15 @@ from collections.abc import Iterator
 import pytest
 
 from mpicomm.cli.job_listener import Job, JobListener
+from mpicomm.json_messages import Message
+from mpicomm.recorder.status import Crash
 from mpicomm.watchdog import connection as connections
 from mpicomm.watchdog import parent_link
 from mpicomm.watchdog.agent import Limits, Watchdog
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.parent_link import Parent
-from mpicomm.watchdog.protocol import Crash, JobFailed, JobStarted, Message, RankFinished, StopAnswered
+from mpicomm.watchdog.protocol import JobFailed, JobStarted, RankFinished, StopAnswered
 from tests.time_limits import scaled, wait_until
 
 HOST_TIMEOUT = 7  # seconds

@@ -10,11 +10,11 @@ import pytest
 from mpicomm import mpi
 from mpicomm.cli import launch_plan
 from mpicomm.errors import LaunchError
+from mpicomm.job import mpi_job
 from mpicomm.launch import environment, mpi_operator
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Request
-from mpicomm.startup import mpi_job
 
 OPEN_MPI_4 = Library("Open MPI", "4.1.4")
 OPEN_MPI = Library("Open MPI", "5.0.11")

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from mpicomm.shm import native, slots
-from mpicomm.shm.slots import NativeSlots
+from mpicomm.backend.transfer import slots
+from mpicomm.backend.transfer.slots import NativeSlots
+from mpicomm.native import c_library
 from tests.ordered_sum import ordered_sum
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the C library was not built")
+pytestmark = pytest.mark.skipif(c_library.load() is None, reason="the C library was not built")
 
 BLOCK = 1024  # elements that the library adds at a time
 COUNTS = [1, 7, 8, 9, 31, 33, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17]
@@ -25,15 +26,15 @@ SPECIAL = {
     torch.float32: [0.0, -0.0, 1e-40, -1e-45, 1.0, -1.5, 3e38, -3e38, math.inf, -math.inf, math.nan],
     torch.float64: [0.0, -0.0, 5e-324, -1e-310, 1.0, -1.5, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan],
 }
-DTYPES = list(native.KINDS)
+DTYPES = list(c_library.KINDS)
 FLOATS = [dtype for dtype in DTYPES if dtype.is_floating_point or dtype.is_complex]
 
 
 def by_library(terms: list[torch.Tensor], out: torch.Tensor, divisor: int) -> torch.Tensor:
-    kind, numbers = native.KINDS[terms[0].dtype]
+    kind, numbers = c_library.KINDS[terms[0].dtype]
     addresses = (ctypes.c_void_p * len(terms))(*[term.data_ptr() for term in terms])
     is_wide = out.dtype != terms[0].dtype
-    library = native.library()
+    library = c_library.load()
     library.mpicomm_sum(kind, addresses, len(terms), out.data_ptr(), is_wide, numbers * terms[0].numel(), divisor)
     return out
 
@@ -127,7 +128,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self._memory = torch.zeros(slots.segment_bytes(size), dtype=torch.uint8)
-        self._library = native.library()
+        self._library = c_library.load()
         self._of_ranks = [NativeSlots(self._comm(rank, size), self._memory, self._fail) for rank in range(size)]
         self._addresses = [ctypes.addressof(each._state) for each in self._of_ranks]
         for each in self._of_ranks:
@@ -145,12 +146,15 @@ class Ranks:
         """Run an operation on all ranks."""
         waiting = []
         for address, source, out in zip(self._addresses, sources, outs, strict=True):
-            if self._library.mpicomm_start(address, call, source.data_ptr(), out.data_ptr(), count) == native.WAITING:
+            if (
+                self._library.mpicomm_start(address, call, source.data_ptr(), out.data_ptr(), count)
+                == c_library.WAITING
+            ):
                 waiting.append(address)
         while waiting:
             statuses = {address: self._library.mpicomm_continue(address) for address in waiting}
-            assert set(statuses.values()) <= {native.WAITING, native.DONE}
-            waiting = [address for address, status in statuses.items() if status == native.WAITING]
+            assert set(statuses.values()) <= {c_library.WAITING, c_library.DONE}
+            waiting = [address for address, status in statuses.items() if status == c_library.WAITING]
 
 
 def test_more_than_256_ranks() -> None:
@@ -159,16 +163,16 @@ def test_more_than_256_ranks() -> None:
     tensors = [whole + rank for rank in range(size)]
     total = whole * size + sum(range(size))
     blocks = [torch.empty(count, dtype=torch.int32) for _ in range(size)]
-    ranks.run(native.reducing(native.REDUCE_SCATTER, torch.int32), tensors, blocks, count)
+    ranks.run(c_library.reducing(c_library.REDUCE_SCATTER, torch.int32), tensors, blocks, count)
     assert torch.equal(torch.cat(blocks), total)
-    ranks.run(native.reducing(native.ALL_REDUCE, torch.int32), tensors, tensors, whole.numel())
+    ranks.run(c_library.reducing(c_library.ALL_REDUCE, torch.int32), tensors, tensors, whole.numel())
     assert all(torch.equal(tensor, total) for tensor in tensors)
 
 
 @pytest.mark.parametrize("size", [2, 64, 256, 257, 1000, 5000])
 def test_a_slot_has_room_for_every_rank(size: int) -> None:
     region_bytes = slots._slot_bytes(size) // size
-    assert region_bytes >= native.HEADER + 64
+    assert region_bytes >= c_library.HEADER + 64
     assert slots.segment_bytes(size) <= 2**26 + 2**17 or size > 256
 
 
@@ -179,7 +183,7 @@ def test_reduce_scatter_with_wide_sums(dtype: torch.dtype, count: int) -> None:
     ranks = Ranks(size)
     tensors = list(torch.randn(size, size * count, generator=torch.manual_seed(1)).to(dtype))
     outs = [torch.empty(count) for _ in range(size)]
-    ranks.run(native.reducing(native.REDUCE_SCATTER, dtype) | native.IS_WIDE, tensors, outs, count)
+    ranks.run(c_library.reducing(c_library.REDUCE_SCATTER, dtype) | c_library.IS_WIDE, tensors, outs, count)
     assert torch.equal(torch.cat(outs), functools.reduce(torch.add, [tensor.float() for tensor in tensors]))
 
 
@@ -187,7 +191,7 @@ def test_reduce_scatter_with_wide_sums(dtype: torch.dtype, count: int) -> None:
 
 
 def test_a_library_of_another_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "native.c"
-    source.write_bytes(native.SOURCES[0].read_bytes() + b"\n")
-    monkeypatch.setattr(native, "SOURCES", (source, *native.SOURCES[1:]))
-    assert native.library.__wrapped__() is None
+    source = tmp_path / "slots.c"
+    source.write_bytes(c_library.SOURCES[0].read_bytes() + b"\n")
+    monkeypatch.setattr(c_library, "SOURCES", (source, *c_library.SOURCES[1:]))
+    assert c_library.load.__wrapped__() is None

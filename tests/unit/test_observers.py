@@ -18,10 +18,11 @@ import pytest
 
 from mpicomm.arguments import Deadline
 from mpicomm.cli.job_observer import JobObserver
+from mpicomm.recorder.status import NotResponding
 from mpicomm.watchdog import connection, job_files, observers
 from mpicomm.watchdog.job_files import ListedJob
 from mpicomm.watchdog.observers import MAX_OBSERVERS, Observers
-from mpicomm.watchdog.protocol import NotResponding, StatusComplete, StatusRefused, StatusReport, StatusRequest
+from mpicomm.watchdog.protocol import StatusComplete, StatusRefused, StatusReport, StatusRequest
 from tests.time_limits import scaled
 
 NAME = "20261121-102043-33575"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from mpicomm import mpi
-from mpicomm.backend import group_state
+from mpicomm import mpi, topology
+from mpicomm.backend.execution import group_state
 from mpicomm.errors import MpicommError, RankFailedError
-from mpicomm.startup import topology
-from mpicomm.watchdog import agent, channel_setup, flight_recorder, rank_failures
+from mpicomm.recorder import flight_recorder
+from mpicomm.watchdog import agent, channel_setup, rank_failures
 from mpicomm.watchdog.agent import Limits
 from mpicomm.watchdog.channel import Channel
 from mpicomm.watchdog.rank_failures import RankFailures

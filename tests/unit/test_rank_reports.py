@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 
-from mpicomm.watchdog import flight_recorder, local_processes, protocol
+from mpicomm.json_messages import Message
+from mpicomm.recorder import flight_recorder
+from mpicomm.recorder.status import NotResponding, OperationInfo
+from mpicomm.watchdog import local_processes, protocol
 from mpicomm.watchdog.channel import RankInfo
-from mpicomm.watchdog.protocol import (
-    LocalProcess,
-    Message,
-    NotResponding,
-    OperationInfo,
-    PossibleHang,
-    StatusReport,
-    TimedOut,
-    WaitEnded,
-    WaitStarted,
-)
+from mpicomm.watchdog.protocol import LocalProcess, PossibleHang, StatusReport, TimedOut, WaitEnded, WaitStarted
 from mpicomm.watchdog.rank_reports import _ANSWER_SECONDS, WAIT_LIMIT, ConnectedRanks, OperationMonitor, RankExit
 
 STARTED, HANG_SECONDS, TIMEOUT = 1000.0, 60.0, 100.0

@@ -13,11 +13,11 @@ from typing import cast
 
 import pytest
 
-from mpicomm import mpi
+from mpicomm import mpi, topology
 from mpicomm.errors import LaunchError, RendezvousError
+from mpicomm.job import environ_job, interfaces, rendezvous
+from mpicomm.job.start_request import StartRequest
 from mpicomm.launch import detect
-from mpicomm.startup import environ_job, interfaces, rendezvous, topology
-from mpicomm.startup.start_request import StartRequest
 from tests.time_limits import scaled
 
 TOKEN = bytes(range(16))

@@ -8,7 +8,7 @@ from mpicomm.cli import launch_plan, restarts
 from mpicomm.cli.restarts import RestartPolicy
 from mpicomm.cli.supervisor import End
 from mpicomm.launch.request import Node, Request, Start
-from mpicomm.watchdog.hang_report import HOST_REMEDY
+from mpicomm.recorder.hang_report import HOST_REMEDY
 
 
 @pytest.mark.parametrize(("max_restarts", "may_have_lost_host"), [(0, True), (0, False), (1, True)])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.backend.staging import Call, Staged, Use
+from mpicomm.backend.gpu.staging import Call, Staged, Use
 from tests.movers import LateMover
 
 READ, WRITTEN, IN_PLACE = Use(reads=True, writes=False), Use(reads=False, writes=True), Use(reads=True, writes=True)

@@ -23,35 +23,39 @@ LAYERS = {
     "settings": 0,
     "arguments": 0,
     "host_info": 0,
+    "json_messages": 1,
     "metrics_file": 0,
     "rank_log": 0,
     "launch": 0,
     "mpi": 1,
     "terminal": 1,
+    "torch_compatibility": 1,
     "agreement": 2,
-    "startup": 4,
-    "shm": 3,
-    "watchdog": 5,
-    "backend": 6,
-    "session": 7,
-    "recovery": 8,
-    "runtime": 9,
-    "collective_ops": 10,
-    "training": 11,
-    "bench": 11,
-    "doctor": 11,
-    "reports": 11,
-    "horovod": 11,
-    "job_info": 11,
-    "testing": 11,
-    "integrations": 11,
-    "cli": 12,
-    "__main__": 13,
+    "topology": 2,
+    "missing_ranks": 2,
+    "torch_internals": 2,
+    "native": 3,
+    "open_files": 3,
+    "recorder": 3,
+    "watchdog": 4,
+    "backend": 5,
+    "job": 6,
+    "collective_ops": 7,
+    "training": 8,
+    "bench": 8,
+    "doctor": 8,
+    "reports": 8,
+    "horovod": 8,
+    "job_info": 8,
+    "testing": 8,
+    "integrations": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 BASE = 0  # its members may import each other, and otherwise only the standard library
 MPI_MODULE = "mpicomm.mpi"
 TEMPLATE_MODULE = "mpicomm.launch.jobscript.template"  # imported by `mpicomm job` when it writes a script
-PRIVATE_TORCH_MODULE = "mpicomm.backend.torch_internals"
+PRIVATE_TORCH_MODULE = "mpicomm.torch_internals"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +114,10 @@ def within(name: str, package: str) -> bool:
 
 
 def test_the_reader_of_imports_reads_them_all() -> None:
-    assert {"mpicomm", "mpicomm.mpi", "mpicomm.runtime", "mpicomm.startup.rendezvous"} <= set(TREES)
-    targets = {each.target for each in imports_of("mpicomm.startup.rendezvous")}
-    assert {"mpicomm.errors", "mpicomm.startup.topology", "mpi4py.MPI", "torch.distributed"} <= targets
-    assert [each.is_run for each in imports_of("mpicomm.startup.rendezvous") if each.target == "mpi4py.MPI"] == [False]
+    assert {"mpicomm", "mpicomm.mpi", "mpicomm.job.bootstrap", "mpicomm.job.rendezvous"} <= set(TREES)
+    targets = {each.target for each in imports_of("mpicomm.job.rendezvous")}
+    assert {"mpicomm.errors", "mpicomm.topology", "mpi4py.MPI", "torch.distributed"} <= targets
+    assert [each.is_run for each in imports_of("mpicomm.job.rendezvous") if each.target == "mpi4py.MPI"] == [False]
 
 
 @each_module
@@ -183,7 +187,7 @@ def test_pickles_are_loaded_only_in_the_modules_that_security_md_names(module: s
     assert not pickles or module in {
         "mpicomm.collective_ops.pytree",
         "mpicomm.training.checkpoint",
-        "mpicomm.watchdog.torch_format",  # writes them only
+        "mpicomm.recorder.torch_format",  # writes them only
     }
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
@@ -193,22 +197,21 @@ def test_pickles_are_loaded_only_in_the_modules_that_security_md_names(module: s
 def test_importing_the_package_imports_little_of_ours() -> None:
     """The modules that the public names need are imported on first use."""
     at_top = {each.target for each in imports_of("mpicomm") if each.is_run}
-    assert {target for target in at_top if within(target, "mpicomm")} == {"mpicomm.backend.plugin"}
+    assert {target for target in at_top if within(target, "mpicomm")} == {"mpicomm.backend.registration"}
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
-def test_no_module_bears_the_name_of_a_public_function() -> None:
-    """`mpicomm.bench` would be the function or the module, depending on earlier imports."""
-    last = {module.split(".")[-1] for module in TREES if module != "mpicomm"}
-    assert not last & set(mpicomm.__all__)
+def test_no_top_level_module_bears_the_name_of_a_public_function() -> None:
+    """`mpicomm.shutdown` would be the function or the module, depending on earlier imports."""
+    assert not {layer_of(module) for module in TREES} & set(mpicomm.__all__)
 
 
 def test_public_names_are_sorted_and_listed() -> None:
     assert list(mpicomm.__all__) == sorted(mpicomm.__all__)
     assert dir(mpicomm) == sorted(mpicomm.__all__)
-    assert set(mpicomm._homes()) == set(mpicomm.__all__) - {"__version__"}
+    assert set(mpicomm._module_by_name()) == set(mpicomm.__all__) - {"__version__"}
 
 
 @pytest.mark.parametrize("name", mpicomm.__all__)
@@ -216,7 +219,7 @@ def test_a_public_name_resolves_to_its_home(name: str) -> None:
     value = getattr(mpicomm, name)
     if name != "__version__":
         assert value.__name__ == name
-        assert value.__module__ == mpicomm._homes()[name]
+        assert value.__module__ == mpicomm._module_by_name()[name]
 
 
 @pytest.mark.parametrize("name", [name for name in mpicomm.__all__ if not name.startswith("__")])
@@ -237,7 +240,7 @@ def test_type_checkers_find_the_public_names() -> None:
     imports = [node for node in ast.walk(TREES["mpicomm"]) if isinstance(node, ast.ImportFrom)]
     ours = [node for node in imports if node.module not in ("__future__", "typing", "mpicomm.backend")]
     assert {(alias.name, alias.asname): node.module for node in ours for alias in node.names} == {
-        (name, name): home for name, home in mpicomm._homes().items()
+        (name, name): home for name, home in mpicomm._module_by_name().items()
     }
 
 

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from mpicomm.cli import main, top, top_table
 from mpicomm.cli.job_observer import JobStatus
+from mpicomm.recorder.status import ExitedRank, NotResponding, OperationInfo, RankStatus, Status, Usage
 from mpicomm.watchdog import job_files
-from mpicomm.watchdog.protocol import ExitedRank, NotResponding, OperationInfo, RankStatus, Status, Usage
 
 GIB = 2**30
 FAILED = 2

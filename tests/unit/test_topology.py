@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.startup import topology
-from mpicomm.startup.topology import Topology
+from mpicomm import topology
+from mpicomm.topology import Topology
 
 
 def everyone(nodes: list[str]) -> list[Topology]:

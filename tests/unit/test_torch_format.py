@@ -15,8 +15,8 @@ import torch
 from torch.distributed.flight_recorder import fr_trace
 from torch.distributed.flight_recorder.components import types as analyser_types
 
-from mpicomm.watchdog import flight_recorder, torch_format
-from mpicomm.watchdog.flight_recorder import RING, Group
+from mpicomm.recorder import flight_recorder, torch_format
+from mpicomm.recorder.flight_recorder import RING, Group
 
 SIZE = 4
 

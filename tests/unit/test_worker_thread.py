@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend import future_callbacks, work, worker_thread
-from mpicomm.backend.work import QueuedWork
-from mpicomm.backend.worker_thread import Worker
+from mpicomm.backend.execution import future_callbacks, work, worker_thread
+from mpicomm.backend.execution.work import QueuedWork
+from mpicomm.backend.execution.worker_thread import Worker
 from tests.time_limits import scaled
 
 FILES = {module.__file__ for module in (worker_thread, work)}

@@ -32,9 +32,9 @@ MODULES = {
     "watchdog.coordinator": ["tests/unit/test_coordinator.py"],
     "horovod.negotiation": ["tests/horovod/test_negotiation.py"],
     "launch.detect": ["tests/unit/test_detect.py"],
-    "backend.algorithms": ["tests/unit/test_algorithms.py"],
+    "backend.transfer.algorithms": ["tests/unit/test_algorithms.py"],
     "launch.jobscript": ["tests/unit/test_kubernetes.py", "tests/unit/test_jobscript.py"],
-    "watchdog.protocol": [
+    "json_messages": [
         "tests/unit/test_coordinator.py",
         # The other tests of this file take seconds and are about sockets.
         "tests/unit/test_channel.py::test_a_message_that_is_not_valid_is_dropped",

@@ -1,0 +1,173 @@
+"""The state of a group on this rank: open, destroyed or broken; the errors that break it, and the checks of calls."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from mpicomm import agreement, mpi
+from mpicomm.errors import MismatchError, MpicommError, raised_on_all_ranks
+from mpicomm.recorder import flight_recorder, hang_report
+from mpicomm.recorder.flight_recorder import Operation
+from mpicomm.watchdog import agent, rank_failures
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm, Request
+
+
+def check_unbroken(record: flight_recorder.Group) -> None:
+    """Check that no error on this or another rank has made a group unusable.
+
+    Raises:
+        RankFailedError: If a rank has failed, and the job can be recovered.
+        MpicommError: If another error has.
+    """
+    if not record.broken:
+        return
+    flight_recorder.refuse_children()
+    message = f"group {record.name} cannot be used any more: {record.broken}."
+    if record.has_ended:
+        raise MpicommError(f"{message}\nUse the default group, or create a new one with torch.distributed.new_group().")
+    failures = rank_failures.current()
+    if failures is not None and failures.has_any.is_set():
+        raise failures.error()
+    raise MpicommError(f"{message}\nEnd the job.")
+
+
+class GroupState:
+    """The state of one group."""
+
+    def __init__(self, comm: Intracomm, record: flight_recorder.Group, *, raises_timeouts: bool) -> None:
+        """Describe an open group.
+
+        Args:
+            raises_timeouts: Whether operations raise TimeoutError; otherwise the watchdog aborts the job.
+        """
+        self.record = record
+        self.raises_timeouts = raises_timeouts
+        self.is_open = True
+        self._comm = comm
+        self._outstanding: list[Request] = []  # barriers that timed out; MPI cannot cancel them
+
+    def check_open(self) -> None:
+        """Check that the group can be used.
+
+        Raises:
+            MpicommError: If it is broken or was destroyed.
+        """
+        check_unbroken(self.record)
+        if not self.is_open:
+            raise MpicommError(
+                f"group {self.record.name} was destroyed.\nCreate a new one with torch.distributed.new_group()."
+            )
+
+    def break_by(self, cause: str) -> None:
+        """Mark the group as unusable, and tell the watchdog, which tells the other ranks."""
+        self.record.broken = self.record.broken or cause
+        if (watch := agent.current()) is not None:
+            watch.break_group(self.record.name, f"{cause} on rank {watch.place.rank}")
+
+    def fail(self, operation: Operation, error: BaseException) -> None:
+        """Mark the group as unusable, unless all ranks raise this error: the ranks' next calls may not match.
+
+        Args:
+            error: The exception that ended the operation on this rank; a signal handler may raise any exception
+                between two parts of an operation.
+
+        Raises:
+            RankFailedError: In place of the error, if it occurred because a rank has failed.
+        """
+        if isinstance(error, Exception):
+            rank_failures.check(error)
+        if self.record.broken or getattr(error, "is_on_all_ranks", False):
+            return
+        kind = type(error).__name__
+        how = f"failed: {str(error) or kind}" if isinstance(error, Exception) else f"was interrupted by {kind}"
+        self.break_by(f"{hang_report.operation(operation.describe(0.0))} {how}")
+
+    def wait_for_all(self, operation: Operation, seconds: float) -> None:
+        """Wait for every rank in a barrier that Python can interrupt (collective).
+
+        Raises:
+            TimeoutError: If a rank has not arrived after `seconds`; the message lists the missing ranks.
+            MpicommError: If the group broke meanwhile, e.g. another rank timed out earlier.
+        """
+        limit, start = operation.limit, time.monotonic()
+        if self.raises_timeouts:
+            operation.limit = None
+        request = self._comm.Ibarrier()
+        is_late = not mpi.poll(lambda: request.Test() or bool(self.record.broken), seconds)
+        if is_late or self.record.broken:
+            self._outstanding.append(request)
+            self.check_open()
+            raise self.time_out(operation, seconds)
+        if self.raises_timeouts:  # the MPI call cannot be interrupted: from here the watchdog enforces the timeout
+            operation.limit = limit
+            operation.extend_deadline(time.monotonic() - start)
+
+    def compare_calls(self, call: str, operation: Operation) -> None:
+        """Compare this rank's call with the calls of the other ranks, as `MPICOMM_DEBUG=1` asks (collective).
+
+        If all calls match, the ranks exchange only a digest: one all-reduce yields its minimum and maximum.
+
+        Args:
+            call: Readable text that must be equal on all ranks.
+
+        Raises:
+            MismatchError: On every rank if the calls differ; the message lists each call with its ranks.
+        """
+        signature = f"#{operation.sequence} {call}"
+        digest = agreement.digest(signature.encode())
+        if agreement.all_equal(agreement.minimum(self._comm, agreement.extremes(digest))):
+            return
+        calls = self._comm.allgather((signature, operation.where))
+        ranks = agreement.ranks_by_value(calls, list(self.record.ranks))
+        rows = [
+            f"  {hang_report.called(members)}: {signature}, at {where}"
+            for (signature, where), members in sorted(ranks.items(), key=lambda item: -len(item[1]))
+        ]
+        raise raised_on_all_ranks(
+            MismatchError(
+                "ranks call different collectives on one group, or one collective with different arguments:\n"
+                + "\n".join(rows)
+                + "\n#N counts the group's collectives.\nMake all ranks call the same operations in the same order."
+            )
+        )
+
+    def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
+        """Return the error of a collective that timed out, and mark the group as unusable."""
+        # 1. mark the group; the program receives the error and may continue, so the watchdog must not abort the job
+        call = hang_report.operation(operation.describe(0.0))
+        self.record.broken = f"{call} timed out after {seconds:g} s"
+        operation.limit = None
+        # 2. ask the watchdog for the missing ranks, and tell it that the group is broken
+        watch = agent.current()
+        missing, table = (
+            watch.missing(operation) if watch is not None else ([], "At least one rank has not reached it.")
+        )
+        operation.pause()
+        self.break_by(self.record.broken)
+        # 3. compose the error
+        if not missing:
+            return TimeoutError(
+                f"{self.record.broken}.\n{table}\nCheck the output of the other ranks, or increase the timeout."
+            )
+        # PyTorch's tests of timeouts search for " timeout ".
+        return TimeoutError(
+            f"{call} timed out after {seconds:g} s: {len(missing)} of {self._comm.size} ranks did not reach it: "
+            f"{hang_report.called(missing)}.\n{table}\nThe group cannot be used any more.\n"
+            f"Check that the missing ranks call it too, or increase the timeout of the operation."
+        )
+
+    def has_outstanding(self) -> bool:
+        """Return whether barriers that timed out are pending; late ranks may have completed them meanwhile."""
+        self._outstanding = [request for request in self._outstanding if _is_pending(request)]
+        return bool(self._outstanding)
+
+
+def _is_pending(request: Request) -> bool:
+    """Return whether a request may still complete; it does not if its communicator has been revoked."""
+    try:
+        return not request.Test()
+    except mpi.api().Exception:
+        return False

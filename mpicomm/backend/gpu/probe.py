@@ -1,0 +1,174 @@
+"""The detection of GPU-aware MPI: the support that the library reports, and a test of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpicomm import mpi
+from mpicomm.backend.transfer import mpi_calls
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Datatype, Intracomm
+
+# Open MPI and MPICH provide MPIX_Query_cuda_support. torch calls AMD GPUs "cuda" as well; the MPI libraries do not.
+_QUERIES = {"cuda": ("MPIX_Query_cuda_support",), "rocm": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")}
+_KINDS = "mpi_memory_alloc_kinds"  # MPI-4.1, section 11.4.3
+_COUNTS = (1, 2**8, 2**18)  # elements: MPI libraries use different protocols for different sizes
+_MOST = 2**24  # maximum total elements in the tests where one rank holds a part of each rank
+_TAG = 0
+
+
+def is_claimed(environ: Mapping[str, str]) -> bool:
+    """Return whether the MPI library reports support for GPU addresses."""
+    platform = "rocm" if torch.version.hip else "cuda"
+    if "CRAY" in mpi.library().description.upper():  # reports support even if it is disabled
+        return environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
+    return _names_kind(platform) or any(_answers_yes(query) for query in _QUERIES[platform])
+
+
+def _names_kind(platform: str) -> bool:
+    kinds = mpi.api().COMM_WORLD.Get_info().Get(_KINDS) or ""
+    return platform in (kind.split(":")[0] for kind in kinds.split(","))
+
+
+def _answers_yes(query: str) -> bool:
+    path = mpi.library().path
+    call = getattr(ctypes.CDLL(path), query, None) if path else None
+    return call is not None and call() == 1
+
+
+def failures(comm: Intracomm, device: torch.device) -> list[str]:
+    """Return the operations that fail or give wrong results with addresses on `device` (collective)."""
+    with _stack_of_a_crash():
+        return _if_this_crashes_set_MPICOMM_GPU_AWARE_to_0(comm, device)
+
+
+def _if_this_crashes_set_MPICOMM_GPU_AWARE_to_0(  # noqa: N802  the user reads this name in the stack trace of a crash
+    comm: Intracomm, device: torch.device
+) -> list[str]:
+    return [
+        f"{name} of {count} elements"
+        for count in _COUNTS
+        for name, test in _TESTS.items()
+        if name not in _OF_EACH or count * comm.size <= _MOST
+        if not _passes(test, comm, device, count)
+    ]
+
+
+def _passes(
+    test: Callable[[Intracomm, torch.device, int], bool], comm: Intracomm, device: torch.device, count: int
+) -> bool:
+    try:
+        return test(comm, device, count)
+    except RuntimeError:  # MPI errors, and torch errors such as out of memory
+        return False
+
+
+def _all_reduce(comm: Intracomm, device: torch.device, count: int) -> bool:
+    tensor = _of_rank(comm.rank, count, device)
+    mpi_calls.all_reduce(comm, tensor, _float(), mpi.api().SUM)
+    return torch.equal(tensor, _of_rank(sum(range(comm.size)), count, device))
+
+
+def _reduce(comm: Intracomm, device: torch.device, count: int) -> bool:
+    tensor = _of_rank(comm.rank, count, device)
+    mpi_calls.reduce(comm, tensor, _float(), mpi.api().MAX, 0)
+    return comm.rank != 0 or torch.equal(tensor, _of_rank(comm.size - 1, count, device))
+
+
+def _reduce_scatter(comm: Intracomm, device: torch.device, count: int, *, gives_counts: bool = False) -> bool:
+    result, counts = _of_rank(-1, count, device), [count] * comm.size if gives_counts else None
+    mpi_calls.reduce_scatter(comm, _of_rank(1, count * comm.size, device), counts, result, _float(), mpi.api().SUM)
+    return torch.equal(result, _of_rank(comm.size, count, device))
+
+
+def _broadcast(comm: Intracomm, device: torch.device, count: int) -> bool:
+    tensor = _of_rank(comm.rank, count, device)
+    mpi_calls.broadcast(comm, tensor, comm.size - 1)
+    return torch.equal(tensor, _of_rank(comm.size - 1, count, device))
+
+
+def _all_gather(comm: Intracomm, device: torch.device, count: int, *, gives_counts: bool = False) -> bool:
+    result = _of_rank(comm.rank, count * comm.size, device)
+    mpi_calls.all_gather(comm, result, [count] * comm.size if gives_counts else None)
+    return torch.equal(result, _of_each(comm, count, device))
+
+
+def _gather(comm: Intracomm, device: torch.device, count: int) -> bool:
+    result = _of_rank(-1, count * comm.size, device) if comm.rank == 0 else None
+    mpi_calls.gather(comm, _of_rank(comm.rank, count, device), result, [count] * comm.size, 0)
+    return result is None or torch.equal(result, _of_each(comm, count, device))
+
+
+def _scatter(comm: Intracomm, device: torch.device, count: int) -> bool:
+    result = _of_rank(-1, count, device)
+    source = _of_each(comm, count, device) if comm.rank == 0 else None
+    mpi_calls.scatter(comm, source, [count] * comm.size, result, 0)
+    return torch.equal(result, _of_rank(comm.rank, count, device))
+
+
+def _all_to_all(comm: Intracomm, device: torch.device, count: int, *, gives_counts: bool = False) -> bool:
+    result, counts = _of_rank(-1, count * comm.size, device), [count] * comm.size if gives_counts else None
+    mpi_calls.all_to_all(comm, _of_rank(comm.rank, count * comm.size, device), counts, result, counts)
+    return torch.equal(result, _of_each(comm, count, device))
+
+
+def _message(comm: Intracomm, device: torch.device, count: int) -> bool:
+    result, source = _of_rank(-1, count, device), _of_rank(comm.rank, count, device)
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    requests = [
+        mpi_calls.receive(comm, result, before, _TAG),
+        mpi_calls.send(comm, source, after, _TAG),
+    ]
+    mpi.api().Request.Waitall(requests)
+    return torch.equal(result, _of_rank(before, count, device))
+
+
+_TESTS: dict[str, Callable[[Intracomm, torch.device, int], bool]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "message": _message,
+    "uneven reduce_scatter": functools.partial(_reduce_scatter, gives_counts=True),
+    "uneven all_gather": functools.partial(_all_gather, gives_counts=True),
+    "uneven all_to_all": functools.partial(_all_to_all, gives_counts=True),
+}
+_OF_EACH = {name for name in _TESTS if any(word in name for word in ("scatter", "gather", "to_all"))}
+
+
+def _float() -> Datatype:
+    return mpi.api().FLOAT
+
+
+def _of_rank(rank: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.full((count,), float(rank), dtype=torch.float32, device=device)
+
+
+def _of_each(comm: Intracomm, count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(comm.size, dtype=torch.float32, device=device).repeat_interleave(count)
+
+
+@contextlib.contextmanager
+def _stack_of_a_crash() -> Iterator[None]:
+    """Print the Python stack if the process crashes, e.g. by a segmentation fault in MPI."""
+    if faulthandler.is_enabled() or sys.__stderr__ is None:
+        yield
+        return
+    faulthandler.enable(sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.disable()

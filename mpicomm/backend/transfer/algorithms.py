@@ -1,0 +1,199 @@
+"""The algorithms of collectives: the sizes from which each is used, and their selection for a group.
+
+The sizes were measured (docs/performance.md) and are constant: the bits of a program's results must not depend on how
+fast the machine was at startup. The selection depends on values that are equal on all ranks: operation, size, dtype and
+reduction. Shared memory is opened at its first use.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
+
+from mpicomm import agreement, mpi
+from mpicomm.backend.execution.group_state import check_unbroken
+from mpicomm.backend.transfer import segment
+from mpicomm.backend.transfer.hierarchical import HierarchicalAllReduce
+from mpicomm.backend.transfer.reductions import Reduction
+from mpicomm.backend.transfer.slots import NativeSlots, segment_bytes
+from mpicomm.native import c_library
+from mpicomm.recorder import flight_recorder
+from mpicomm.settings import Settings
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+Least = Mapping[str, int]
+"""The smallest size in bytes from which an algorithm is used; no row: never."""
+
+
+class Algorithm(enum.Enum):
+    """How a collective is computed."""
+
+    MPI = "by MPI"
+    SLOTS = "through slots in shared memory"
+    HIERARCHICAL = "through shared memory within nodes, by MPI between nodes"
+    UNKNOWN = "not known before the ranks have tried to share memory"
+
+
+_KIB, _MIB = 2**10, 2**20
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+
+_COMPOSITE = {operation: f"{operation}, composite" for operation in _REDUCTIONS}
+"""The rows of reductions for which MPI needs conversions before and after the call."""
+
+SLOTS: Least = {
+    **dict.fromkeys(_REDUCTIONS, 4 * _KIB),
+    **dict.fromkeys(_COMPOSITE.values(), 0),
+    "all_gather": 4 * _KIB,
+    "broadcast": 4 * _KIB,
+    "all_to_all": 4 * _KIB,
+    # Blocks may differ in size, and only the root knows all of them.
+    "gather": 0,
+    "scatter": 0,
+}
+"""If all ranks are on one node."""
+
+HIERARCHICAL: Least = {"all_reduce": 8 * _MIB, _COMPOSITE["all_reduce"]: 8 * _MIB}
+"""On several nodes, with several ranks on each."""
+
+_NEVER = (math.inf, Algorithm.MPI)
+
+
+class Choices:
+    """The algorithms of one group, and the sizes from which it uses each."""
+
+    def __init__(self, size: int) -> None:
+        """Select `UNKNOWN` from the smallest size of each row on; if the group has one rank, always MPI."""
+        self._by_row: dict[str, tuple[float, Algorithm]] = {}
+        if size > 1:
+            self.replace(Algorithm.UNKNOWN, SLOTS)
+
+    def clear(self) -> None:
+        """Select MPI for all sizes."""
+        self._by_row.clear()
+
+    def replace(self, algorithm: Algorithm, table: Least) -> None:
+        """Select an algorithm from the sizes of a table on, and MPI for all others."""
+        self._by_row = {row: (least, algorithm) for row, least in table.items()}
+
+    def select(self, row: str, nbytes: int) -> Algorithm:
+        """Return the algorithm of an operation.
+
+        Args:
+            row: The row of the operation in the tables.
+            nbytes: Size of the larger of a rank's tensors, equal on all ranks.
+        """
+        least, algorithm = self._by_row.get(row, _NEVER)
+        return algorithm if nbytes >= least else Algorithm.MPI
+
+
+class AlgorithmSelector:
+    """Selects the algorithms of one group's collectives, and owns the slots for those that use shared memory.
+
+    Shared memory is opened at its first use. An operation through slots returns whether it ran. If it did not, for
+    example because a rank's tensor is on a GPU, the caller uses MPI.
+    """
+
+    def __init__(self, comm: Intracomm, record: flight_recorder.Group, settings: Settings) -> None:
+        """Prepare the path without communication.
+
+        Args:
+            settings: Of this rank; the group uses shared memory only if all ranks enable it and have the C library.
+        """
+        self._comm = comm
+        self._record = record
+        self._is_wanted = settings.shared_memory and settings.native
+        self._comms: list[Intracomm] = []  # created here, freed by close()
+        self.slots: NativeSlots | None = None
+        """Set, by the first selection that opens shared memory, if all ranks are on one node."""
+
+        self.hierarchical: HierarchicalAllReduce | None = None
+        """Set at the same time if several nodes have equally many ranks each."""
+
+        self._choices = Choices(comm.size)
+
+    def select(self, operation: str, nbytes: int, reduction: Reduction | None = None) -> Algorithm:
+        """Return the algorithm of an operation (collective at the first use of shared memory).
+
+        Args:
+            nbytes: Size of the larger of a rank's tensors, equal on all ranks; 0 if not all ranks know it.
+            reduction: Of a reduction, how it is computed.
+        """
+        row = operation
+        if reduction is not None:
+            if not reduction.uses_slots:
+                return Algorithm.MPI
+            if not reduction.is_native:
+                row = _COMPOSITE[operation]
+        algorithm = self._choices.select(row, nbytes)
+        if algorithm is Algorithm.UNKNOWN:
+            self._open()
+            algorithm = self._choices.select(row, nbytes)
+        return algorithm
+
+    def _open(self) -> None:
+        """Find the ranks of each node and share their memory (collective, once)."""
+        self._choices.clear()
+        # 1. check that all ranks enable it, and have the C library
+        if not agreement.all_true(self._comm, self._is_wanted and c_library.load() is not None):
+            return
+        # 2. split the group by node; all nodes must have the same number of ranks, and more than one
+        node_comm = mpi.tracked(self.split_by_node(self._comm))
+        self._comms.append(node_comm)
+        sizes = set(self._comm.allgather(node_comm.size))
+        if len(sizes) > 1 or sizes == {1}:
+            return
+        # 3. share memory within each node; all nodes must succeed
+        slots = self._connect(node_comm)
+        if not agreement.all_true(self._comm, slots is not None) or slots is None:
+            return
+        if node_comm.size == self._comm.size:
+            self.slots = slots
+            self._choices.replace(Algorithm.SLOTS, SLOTS)
+            return
+        # 4. on several nodes, connect the ranks that have the same rank on their nodes; MPI then adds the nodes in one
+        #    order in all blocks, so that equal numbers have equal sums wherever they are in the tensor
+        first = node_comm.bcast(self._comm.rank)
+        across = mpi.tracked(cast("Intracomm", self._comm.Split(node_comm.rank, first)))
+        self._comms.append(across)
+        self.hierarchical = HierarchicalAllReduce(self._comm, slots, across)
+        self._choices.replace(Algorithm.HIERARCHICAL, HIERARCHICAL)
+
+    def split_by_node(self, comm: Intracomm) -> Intracomm:
+        """Return the communicator of the ranks that share this rank's node (collective)."""
+        return cast("Intracomm", comm.Split_type(mpi.api().COMM_TYPE_SHARED, comm.rank))
+
+    def _connect(self, node_comm: Intracomm) -> NativeSlots | None:
+        """Return slots of the ranks of a node, or None, with a warning, if they cannot share memory (collective)."""
+        try:
+            memory = segment.make(node_comm, segment_bytes(node_comm.size))
+        except segment.NoSharedMemoryError as error:
+            if node_comm.rank == 0:
+                warnings.warn(
+                    f"the {node_comm.size} ranks of this node cannot share memory: {error}. "
+                    f"Large tensors use MPI alone, which is slower. "
+                    f"Set MPICOMM_SHARED_MEMORY=0 to disable shared memory and this warning.",
+                    stacklevel=2,
+                )
+            return None
+        return NativeSlots(node_comm, memory, self._advance)
+
+    def _advance(self) -> None:
+        """Let MPI progress while this rank waits for others, which may wait for a message of this rank.
+
+        Raises:
+            MpicommError: If the group was aborted, or has failed on another rank.
+        """
+        self._comms[0].Iprobe()  # of the node, which has no messages: Open MPI makes no progress if it finds one
+        check_unbroken(self._record)
+
+    def close(self) -> None:
+        """Release the memory and the communicators (collective)."""
+        self._choices.clear()
+        self.slots = self.hierarchical = None
+        while self._comms:
+            mpi.free(self._comms.pop())

@@ -1,0 +1,233 @@
+"""Collective operations through slots: each rank has a slot for its contribution in memory that all ranks share.
+
+    each rank: copies its contribution into its slot, and publishes the number of this step
+    each rank: waits until all ranks have published that number, and computes its result from all slots
+
+There are two buffers of slots, which alternate. A rank writes to a buffer again two steps later. By then it has seen
+that all ranks have published the step between, for which they had finished reading this buffer: no second
+synchronisation is needed. Reductions of larger tensors have one: each rank reduces a part of the slots, and then copies
+the other parts. A tensor that is larger than a slot takes several steps.
+
+With each number, a rank publishes its operation, and the dtype and size of its tensor: all ranks detect a difference.
+
+The sums are made in rank order: all ranks receive the same bits, which depend only on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpicomm.native import c_library
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_MOST_BYTES = 2**19  # of a slot, so that the slots of a few ranks stay in the cache
+_SEGMENT_BYTES = 2**26  # with more ranks on a node, slots are smaller
+_REGION_BYTES = 2**8  # a slot has a region of at least this size for each rank
+_BUFFERS = 2
+_ALIGNMENT = 4096
+_SPLIT_BYTES = 2**16  # from this size on, each rank reduces a part
+_SPINS = 2000  # polls before a waiting rank offers its core to other processes
+_SPINS_IF_CROWDED = 20
+_NOTED_BYTES = 2**17  # from this size on, autograd is notified of a write; it takes about a microsecond
+_PAUSE_NS = 1_000_000  # how long the C library waits until it returns to Python
+
+
+def segment_bytes(size: int) -> int:
+    """Return the size in bytes of the shared memory of `size` ranks."""
+    return _head_bytes(size) + _BUFFERS * size * _slot_bytes(size)
+
+
+def _head_bytes(size: int) -> int:
+    """Return the size in bytes of the unused first line, which has the memory's token, and of the ranks' lines."""
+    return -(-(1 + _BUFFERS * size) * c_library.LINE_BYTES // _ALIGNMENT) * _ALIGNMENT
+
+
+def _slot_bytes(size: int) -> int:
+    share = _SEGMENT_BYTES // (_BUFFERS * size) // _ALIGNMENT * _ALIGNMENT
+    return max(_REGION_BYTES * size, min(_MOST_BYTES, share))
+
+
+class NativeSlots:
+    """The operations by the C library: one call for each operation, which releases the GIL.
+
+    Tensors are dense. Each operation returns whether it ran: it does not if a rank's tensor is not on the host.
+
+    Raises:
+        RuntimeError: If the ranks call different operations, or with tensors of different sizes: on all ranks, but in
+            gather only on the root, and in scatter on the root and the ranks with wrong sizes.
+    """
+
+    def __init__(self, comm: Intracomm, memory: torch.Tensor, on_wait: Callable[[], None]) -> None:
+        """Use memory that the ranks share (collective).
+
+        Args:
+            memory: The shared memory, of `segment_bytes(comm.size)` bytes.
+            on_wait: Called every millisecond while other ranks are late; may raise an exception.
+        """
+        library = c_library.load()
+        assert library is not None
+        self._start, self._continue = library.mpicomm_start, library.mpicomm_continue
+        self._memory = memory  # mapped as long as the tensor lives
+        self.rank, self.size = comm.rank, comm.size
+        self._on_wait = on_wait
+        address, slot_bytes = memory.data_ptr(), _slot_bytes(comm.size)
+        self.step_bytes = slot_bytes // comm.size // 64 * 64 - c_library.HEADER
+        """Blocks of at most this size move in one step, in which a source may overlap the other blocks."""
+        self._state = c_library.SlotState(
+            lines=address + c_library.LINE_BYTES,
+            slots=address + _head_bytes(comm.size),
+            slot_bytes=slot_bytes,
+            split_bytes=_SPLIT_BYTES,
+            pause_ns=_PAUSE_NS,
+            rank=comm.rank,
+            size=comm.size,
+            spins=_SPINS_IF_CROWDED if _is_crowded(comm) else _SPINS,
+        )
+        self._address = ctypes.addressof(self._state)
+
+    def reduce(self, tensor: torch.Tensor, root: int | None = None, *, divisor: int = 1) -> bool:
+        """Reduce in place, and divide the sum; the root has the result, or all ranks if it is None."""
+        kind, numbers = c_library.KINDS[tensor.dtype]
+        operation = c_library.ALL_REDUCE if root is None else c_library.REDUCE
+        address = tensor.data_ptr() if tensor.is_cpu else None
+        call = c_library.call(operation, kind, tensor.dtype, root or 0, divisor)
+        ran = self._run(call, address, address, numbers * tensor.numel())
+        if root in (None, self.rank):
+            _note_write(tensor)
+        return ran
+
+    def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, *, divisor: int = 1) -> bool:
+        """Reduce a tensor with a block for each rank, and divide the sum.
+
+        Args:
+            out: Receives this rank's block, and may be that block. For a tensor of `c_library.NARROW_FLOATS`, it may be
+                in float32, and then receives the sums before they are rounded.
+        """
+        kind, numbers = c_library.KINDS[tensor.dtype]
+        address = tensor.data_ptr() if tensor.is_cpu and out.is_cpu else None
+        call = c_library.call(c_library.REDUCE_SCATTER, kind, tensor.dtype, 0, divisor)
+        if out.dtype != tensor.dtype:
+            call |= c_library.IS_WIDE
+        ran = self._run(call, address, out.data_ptr(), numbers * out.numel())
+        _note_write(out)
+        return ran
+
+    def all_gather(self, tensor: torch.Tensor, source: torch.Tensor | None = None) -> bool:
+        """Fill a tensor that has a block for each rank with each rank's source, or the block in its place if None."""
+        address, nbytes = tensor.data_ptr(), tensor.nbytes // self.size
+        own_block = address + nbytes * self.rank if source is None else source.data_ptr()
+        are_on_host = tensor.is_cpu and (source is None or source.is_cpu)
+        ran = self._run(
+            c_library.moving(c_library.ALL_GATHER, tensor.dtype), own_block if are_on_host else None, address, nbytes
+        )
+        _note_write(tensor)
+        return ran
+
+    def all_gather_list(self, tensors: Sequence[torch.Tensor], source: torch.Tensor) -> bool:
+        """Fill a list of tensors of one size with each rank's source."""
+        return self._fill_list(c_library.moving(c_library.ALL_GATHER, source.dtype), tensors, source)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
+        """Copy the root's tensor to the other ranks."""
+        address = tensor.data_ptr() if tensor.is_cpu else None
+        ran = self._run(c_library.moving(c_library.BROADCAST, tensor.dtype, root), address, address, tensor.nbytes)
+        if self.rank != root:
+            _note_write(tensor)
+        return ran
+
+    def all_to_all(self, tensor: torch.Tensor, source: torch.Tensor) -> bool:
+        """Send each rank its block of the source, and receive one from each rank in separate memory of that size."""
+        address = source.data_ptr() if source.is_cpu and tensor.is_cpu else None
+        ran = self._run(
+            c_library.moving(c_library.ALL_TO_ALL, tensor.dtype), address, tensor.data_ptr(), tensor.nbytes // self.size
+        )
+        _note_write(tensor)
+        return ran
+
+    def gather(self, tensors: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> bool:
+        """Fill the root's list with each rank's source, of the size of its tensor; it is empty on other ranks."""
+        return self._fill_list(c_library.moving(c_library.GATHER, source.dtype, root), tensors, source)
+
+    def scatter(self, tensor: torch.Tensor, sources: Sequence[torch.Tensor], root: int) -> bool:
+        """Copy each tensor of the root's list to a rank's tensor of its size; it is empty on other ranks."""
+        blocks, are_on_host = _blocks(sources)
+        memory = blocks.buffer_info()[0] if sources else tensor.data_ptr()  # NULL would mean: not on the host
+        address = memory if are_on_host and tensor.is_cpu else None
+        call = c_library.moving(c_library.SCATTER, tensor.dtype, root) | c_library.IS_LIST
+        ran = self._run(call, address, tensor.data_ptr(), tensor.nbytes)
+        _note_write(tensor)
+        return ran
+
+    def _fill_list(self, call: int, tensors: Sequence[torch.Tensor], source: torch.Tensor) -> bool:
+        blocks, are_on_host = _blocks(tensors)
+        address = source.data_ptr() if are_on_host and source.is_cpu else None
+        ran = self._run(call | c_library.IS_LIST, address, blocks.buffer_info()[0], source.nbytes)
+        for tensor in tensors:
+            _note_write(tensor)
+        return ran
+
+    def _run(self, call: int, source: int | None, out: int | None, count: int) -> bool:
+        status = self._start(self._address, call, source, out, count)
+        while status == c_library.WAITING:
+            self._on_wait()
+            status = self._continue(self._address)
+        if status == c_library.DIFFERENT:
+            signatures, sizes = self._published()
+            are_blocks = self._state.operation in (c_library.GATHER, c_library.SCATTER) and len(set(signatures)) == 1
+            raise _different_blocks(sizes) if are_blocks else different_calls(min(sizes), max(sizes))
+        return status == c_library.DONE
+
+    def _published(self) -> tuple[list[int], list[int]]:
+        """Return the calls and the numbers of bytes that the ranks have published for the current step."""
+        lines = self._memory[: _head_bytes(self.size)].view(torch.int64).view(-1, c_library.LINE_BYTES // 8)
+        first = 1 + self._state.number % _BUFFERS * self.size
+        return tuple(lines[first : first + self.size, 1:3].t().tolist())
+
+
+def _blocks(tensors: Sequence[torch.Tensor]) -> tuple[array[int], bool]:
+    """Return the addresses and sizes of tensors for the library, and whether all are on the host."""
+    blocks = array("Q")
+    for tensor in tensors:
+        blocks.append(tensor.data_ptr())
+        blocks.append(tensor.nbytes)
+    return blocks, all([tensor.is_cpu for tensor in tensors])  # noqa: C419  faster
+
+
+def _note_write(tensor: torch.Tensor) -> None:
+    """Let autograd detect that a tensor that it needs was overwritten."""
+    if tensor.nbytes >= _NOTED_BYTES and not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _is_crowded(comm: Intracomm) -> bool:
+    """Return whether ranks must share cores (collective)."""
+    cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
+    return comm.size > len(cores)
+
+
+def different_calls(least_bytes: int, most_bytes: int) -> RuntimeError:
+    """Return the error of ranks whose operations, or the sizes of whose tensors, differ."""
+    if least_bytes == most_bytes:
+        return RuntimeError(
+            "all ranks must call the same operation with tensors of the same dtype, got different calls.\n"
+            "Set MPICOMM_DEBUG=1 to see each rank's call."
+        )
+    return RuntimeError(
+        f"tensor sizes must be equal on all ranks, got {least_bytes} to {most_bytes} bytes.\n"
+        f"Pass tensors of the same size on every rank."
+    )
+
+
+def _different_blocks(sizes: Sequence[int]) -> RuntimeError:
+    return RuntimeError(
+        f"the tensors of the root's list must have the sizes of the ranks' tensors, which have "
+        f"{', '.join(map(str, sizes))} bytes in rank order.\nPass a list of tensors of these sizes on the root."
+    )

@@ -1,0 +1,331 @@
+"""Forms the job of processes that MPI has connected: rank 0 plans it from the facts of all, and opens the store.
+
+A start and a recovery differ in the facts only: `join` gathers those of new ranks, `rejoin` those of processes whose
+device and backend are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import secrets
+import shlex
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from mpicomm import agreement, mpi, native, topology
+from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
+from mpicomm.job import devices, notice, plan, rendezvous
+from mpicomm.job.plan import JoinedJob, Plan
+from mpicomm.job.start_request import StartRequest, this_command
+from mpicomm.launch import allocation, detect, mpi_operator, scheduler_query
+from mpicomm.launch.allocation import Allocation
+from mpicomm.launch.detect import Launch
+from mpicomm.missing_ranks import Notice, wait_for_all_ranks
+from mpicomm.native import c_library
+from mpicomm.settings import SPARES, Settings
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+F = TypeVar("F")
+
+_CONNECT_LIMIT = datetime.timedelta(seconds=5)  # for the store of a rank 0 that has failed during the recovery
+_SHORTEST_INIT = 30.0  # the least timeout of MPI_Init in seconds: processes start slowly on a busy machine
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """The facts of a rank at the start, from which the job is planned."""
+
+    hostname: str
+    node: int
+    """The lowest rank of this rank's node."""
+
+    settings: dict[str, Any]
+    """The arguments of `bootstrap`, and the variables, that must be the same on every rank."""
+
+    gpus: dict[str, int]
+    """The UUIDs of the GPUs that this rank may use, with their indices."""
+
+    has_nccl: bool
+    """Whether torch was built with NCCL."""
+
+    why_cpu: str | None
+    """Why this rank cannot use the GPUs that it was assigned, or None."""
+
+    lacks_library: bool
+    """Whether shared memory is enabled, but the C library that it requires was not built."""
+
+
+def initialize(request: StartRequest, launch: Launch, hang_seconds: float) -> Intracomm:
+    """Initialise MPI, and return the communicator of the ranks that form the job (collective).
+
+    Args:
+        hang_seconds: Seconds after which a notice names absent ranks.
+
+    Raises:
+        LaunchError: If this process cannot join the job of its launcher.
+    """
+    if problem := detect.problem_before_init(launch, mpi.library(), this_command()):
+        raise _launch_error(launch, problem)
+    limit = max(request.wait_limit, _SHORTEST_INIT)
+    is_single = launch.kind == "single"
+    with notice.after(notice.seconds_before(hang_seconds, limit), launch, "MPI_Init", limit):
+        by_all = request.comm is None and not is_single
+        world = mpi.initialize(launch.local_size, limit, by_all=by_all, is_single=is_single)
+    if world.size == 1:  # MPI has connected no other rank to which this one could report the error
+        _check_launch(launch)
+    return request.comm or (mpi.api().COMM_SELF if is_single else world)
+
+
+def join(
+    base: Intracomm, request: StartRequest, launch: Launch, settings: Settings, write_notice: Callable[[str], None]
+) -> JoinedJob:
+    """Form the job of the ranks of a communicator (collective).
+
+    Args:
+        write_notice: Prints a notice about missing ranks.
+
+    Raises:
+        MpicommError: On every rank that has arrived, if a rank is missing or cannot join the job, or the store cannot
+            be opened.
+    """
+    # 1. wait for all ranks
+    limit = request.wait_limit
+    missing_notice = Notice(notice.seconds_before(settings.hang_seconds, limit), write_notice)
+    hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
+    wait_for_all_ranks(base, "bootstrap()", limit, missing_notice, hosts)
+    # 2. the facts of each rank
+    comm = base.Dup()
+    node = topology.first_rank_of_node(comm)
+    num_spares = settings.spares if request.recovers else 0
+    same = {
+        "backend": request.backend,
+        "on_failure": request.on_failure,
+        "min_ranks": request.min_ranks,
+        SPARES: num_spares,
+    }
+
+    def collect() -> _Facts:
+        _check_launch(launch)
+        request.refuse_other_group()
+        gpus = devices.usable_gpus(request.device)
+        assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
+        why_cpu = devices.why_unusable(assigned)
+        lacks_library = settings.shared_memory and settings.native and c_library.load() is None
+        return _Facts(socket.gethostname(), node, same, gpus, dist.is_nccl_available(), why_cpu, lacks_library)
+
+    # 3. the plan of rank 0
+    def decide(facts: list[_Facts]) -> Plan:
+        _check_same([rank_facts.settings for rank_facts in facts])
+        if request.recovers:
+            _check_recovery(comm.size, request.min_ranks, num_spares)
+        hosts, nodes = [rank_facts.hostname for rank_facts in facts], [rank_facts.node for rank_facts in facts]
+        if request.comm is None:
+            _refuse_unused_hosts(os.environ, hosts)
+        uuids = devices.assign_on_nodes([rank_facts.gpus for rank_facts in facts], nodes)
+        indices = [None if uuid is None else facts[rank].gpus[uuid] for rank, uuid in enumerate(uuids)]
+        backend = plan.choose_backend(
+            request.backend,
+            has_mpi=True,
+            gpu_each=plan.has_gpu_each(uuids, hosts),
+            has_nccl=all(rank_facts.has_nccl for rank_facts in facts),
+        )
+        if plan.needs_nccl(backend):
+            devices.refuse_shared(uuids, hosts, [rank_facts.why_cpu for rank_facts in facts])
+        return Plan(hosts, nodes, comm.size - num_spares, backend, indices, warnings=_warnings(facts, backend))
+
+    if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):
+        warnings.warn(warning, stacklevel=3)
+    return _form(comm, collect, decide, rendezvous.environ_of_user(os.environ), settings.interface, request.limit)
+
+
+def rejoin(comm: Intracomm, size: int, request: StartRequest, settings: Settings, last: JoinedJob) -> JoinedJob:
+    """Form the job of the processes that are left after a failure (collective).
+
+    Args:
+        comm: The communicator of these processes: the ranks of the world, then the spares.
+        size: The number of ranks of the world.
+        request: The arguments of `bootstrap`.
+        settings: The settings.
+        last: The job in which ranks have failed.
+
+    Raises:
+        MpicommError: On every process, if the store cannot be opened.
+        Exception: An exception of MPI, on some processes only, if another process fails meanwhile.
+    """
+    facts_of_process = (socket.gethostname(), topology.first_rank_of_node(comm), last.device.index)
+
+    def decide(facts: list[tuple[str, int, int | None]]) -> Plan:
+        hosts, nodes, gpus = zip(*facts, strict=True)
+        return Plan(hosts, nodes, size, last.plan.backend, gpus)
+
+    # MASTER_ADDR and MASTER_PORT, if the user has set them, are those of the first rank 0, which may have failed.
+    no_environ: dict[str, str] = {}
+    return _form(comm, lambda: facts_of_process, decide, no_environ, settings.interface, request.limit, _CONNECT_LIMIT)
+
+
+def _form(
+    comm: Intracomm,
+    collect: Callable[[], F],
+    decide: Callable[[list[F]], Plan],
+    environ: Mapping[str, str],
+    interface: str | None,
+    limit: datetime.timedelta,
+    connect_limit: datetime.timedelta | None = None,
+) -> JoinedJob:
+    """Agree on the plan, select the device, open the store, and split the ranks from the spares (collective).
+
+    Args:
+        comm: The communicator of all processes.
+        collect: Returns the facts of this process.
+        decide: Returns the plan, from the facts of all processes, without addresses and tokens.
+        environ: The environment of rank 0, with the address of the store if the user has set it.
+        interface: The network interface of the store.
+        limit: The timeout of the store.
+        connect_limit: The timeout of the connection to the store, if it differs.
+    """
+    listeners: list[socket.socket] = []
+
+    def complete(facts: list[F]) -> Plan:
+        decided = decide(facts)
+        of_rank_0 = topology.from_nodes(0, decided.nodes, decided.hosts)
+        listeners.extend(rendezvous.listen(of_rank_0, environ, interface))
+        return dataclasses.replace(
+            decided,
+            addresses=[listener.getsockname()[:2] for listener in listeners],
+            store_token=secrets.token_bytes(),
+            channel_token=secrets.token_bytes(),
+            started=time.strftime("%Y%m%d-%H%M%S"),
+        )
+
+    try:
+        agreed = agreement.decide_on_rank_0(comm, collect, complete)
+        for warning in agreed.warnings if comm.rank == 0 else ():
+            warnings.warn(warning, stacklevel=4)
+        device = devices.select(agreed.gpus[comm.rank])
+        everyone = topology.from_nodes(comm.rank, agreed.nodes, agreed.hosts)
+        store, address, port = rendezvous.open_store(
+            comm, everyone, listeners, agreed.addresses, agreed.store_token, limit, connect_limit
+        )
+    finally:
+        for listener in listeners:
+            listener.close()  # does nothing for the one that the store has taken over
+    position, world, is_spare = everyone, comm, comm.rank >= agreed.size
+    if agreed.size < comm.size:
+        world = cast("Intracomm", comm.Split(mpi.api().UNDEFINED if is_spare else 0, comm.rank))
+    if agreed.size < comm.size and not is_spare:
+        position = topology.from_nodes(comm.rank, agreed.nodes[: agreed.size], agreed.hosts[: agreed.size])
+    of_ranks = None if is_spare else world
+    return JoinedJob(agreed, position, everyone, device, store, address, port, comm, of_ranks, is_spare)
+
+
+# -- the checks of rank 0 ----------------------------------------------------------------------------------------------
+
+
+def _warnings(facts: list[_Facts], backend: str | None) -> list[str]:
+    """Return what rank 0 warns of: each cause once, with the lowest rank that has it."""
+    causes = [f"rank {rank}: {rank_facts.why_cpu}" for rank, rank_facts in enumerate(facts) if rank_facts.why_cpu][:1]
+    shares_memory = plan.needs_mpi(backend) and len({rank_facts.node for rank_facts in facts}) < len(facts)
+    if shares_memory and (ranks := [rank for rank, rank_facts in enumerate(facts) if rank_facts.lacks_library]):
+        causes.append(
+            f"rank {ranks[0]}: {native.MISSING_LIBRARY}.\n"
+            f"{native.LIBRARY_REMEDY} To disable shared memory and this warning, set MPICOMM_NATIVE=0."
+        )
+    return causes
+
+
+def _check_same(settings: list[dict[str, Any]]) -> None:
+    """Check that all ranks have the same arguments and variables.
+
+    Raises:
+        MpicommError: If one differs from that of rank 0.
+    """
+    for name, expected in settings[0].items():
+        for rank, of_rank in enumerate(settings):
+            if of_rank[name] != expected:
+                raise MpicommError(
+                    f"rank {rank}: {name} must be the same on every rank, got {of_rank[name]!r}, "
+                    f"but {expected!r} on rank 0.\n"
+                    f"{'Set' if name.isupper() else 'Pass'} the same {name} on every rank."
+                )
+
+
+def _check_recovery(size: int, min_ranks: int, num_spares: int) -> None:
+    """Check that the job can continue after a failure.
+
+    Raises:
+        LaunchError: If MPI does not tolerate failures, or there are too few processes.
+    """
+    if not mpi.tolerates_failures():
+        raise LaunchError(
+            f'bootstrap(on_failure="recover") needs Open MPI 5 with ULFM under `mpirun --with-ft ulfm`, got '
+            f"{mpi.library().title} without it.\n"
+            f"Without ULFM, restart the ranks from a checkpoint (mpicomm run --max-restarts N), or let the scheduler "
+            f"requeue the job.\n"
+            f"With Open MPI 5, start with:\n"
+            f"  mpicomm run --fault-tolerant {shlex.join(sys.orig_argv[1:])}"
+        )
+    if size - num_spares < min_ranks:
+        raise LaunchError(
+            f"bootstrap(min_ranks={min_ranks}) needs {min_ranks} ranks and the spares ({SPARES}={num_spares}), "
+            f"got {size} processes.\n"
+            f"Start {min_ranks + num_spares} processes or more: mpicomm run -n N."
+        )
+
+
+def _refuse_unused_hosts(environ: Mapping[str, str], hosts: Sequence[str]) -> None:
+    """Raise LaunchError if a Kubernetes operator's host file, which the launcher ignored, names more hosts.
+
+    Only the launcher's container has the file. A rank elsewhere was started with the file, or with other hosts.
+
+    Args:
+        hosts: The host of every rank.
+    """
+    library = mpi.library()
+    if (host_file := mpi_operator.ignored_host_file(environ, library)) is None:
+        return
+    try:
+        text = Path(host_file[1]).read_text()
+    except OSError:
+        return
+    if problem := mpi_operator.problem(text, host_file, library, hosts):
+        raise LaunchError(problem)
+
+
+# -- the checks of each rank -------------------------------------------------------------------------------------------
+
+
+def _check_launch(launch: Launch) -> None:
+    """Check that the launcher, the environment and MPI agree on this process's rank and the number of ranks.
+
+    Raises:
+        LaunchError: If they contradict each other.
+    """
+    world = mpi.api().COMM_WORLD
+    problem = detect.problem_after_init(launch, os.environ, mpi.library(), world.rank, world.size, this_command())
+    if problem:
+        raise _launch_error(launch, problem) if world.size == 1 else LaunchError(problem)
+
+
+def _job_of_scheduler(launch: Launch) -> Allocation | None:
+    """Return the scheduler's job, for a warning; None outside one, and where its resources cannot be read."""
+    with contextlib.suppress(LaunchError):
+        return scheduler_query.current_allocation(os.environ) if launch.is_plain else None
+    return None
+
+
+def _launch_error(launch: Launch, problem: str) -> LaunchError:
+    """Return the error of a rank that MPI did not connect; every rank raises it if the launcher gave each a size."""
+    error = LaunchError(problem)
+    return raised_on_all_ranks(error) if launch.claims and launch.size > 1 else error

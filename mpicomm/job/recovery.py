@@ -1,0 +1,308 @@
+"""Continues the job after failures of ranks: ends their world, finds the processes that are left, forms the next one.
+
+The communicator of all processes has the ranks of the world, then the spares. A spare takes the number of a failed
+rank. If there are more failed ranks than spares, the remaining ranks keep their order, without gaps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch.distributed as dist
+
+from mpicomm import agreement, mpi
+from mpicomm.backend import groups
+from mpicomm.errors import MpicommError, RankFailedError
+from mpicomm.job import mpi_job, session, session_setup
+from mpicomm.job.session import Session, World
+from mpicomm.watchdog import exit_hooks, parent_link, rank_failures
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_SHORTEST_LIMIT = 10.0  # seconds; processes may notice a failure late on a busy machine
+_SPARE_SECONDS = 0.2  # between two checks of a spare whether all ranks have exited
+_ABORT_SECONDS = 10.0  # for MPI_Abort on another rank to end this process
+_ATTEMPTS = 2  # to form a world of the same processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Survivors:
+    """The processes that are left of a world, before the next one is formed."""
+
+    comm: Intracomm
+    """All processes: the ranks of the next world in their order, then the spares; COMM_NULL on a finished rank."""
+
+    size: int
+    """The number of ranks of the next world."""
+
+    failed: tuple[int, ...]
+    """The ranks of the last world that have failed."""
+
+    finished: frozenset[int]
+    """The ranks that had reached the end of the program when another rank failed, and take no further part."""
+
+
+def recover() -> World:
+    """Continue without the failed ranks, after operations have raised RankFailedError (collective over the others).
+
+    The remaining ranks form a new World: without gaps between the ranks, or with a spare in the place of each failed
+    rank. It has a new store and a new default process group, and the environment variables describe it. All groups of
+    the old world are unusable. A failure during the recovery starts it again. If fewer than `min_ranks` ranks are left,
+    or if a rank that has not failed does not take part within the timeout of `bootstrap`, mpicomm aborts the job.
+
+    Returns:
+        The new World.
+
+    Raises:
+        MpicommError: If `bootstrap(on_failure="recover")` has not been called, no rank has failed, or the new world
+            cannot be formed.
+    """
+    last = session.current()
+    if last is None or not last.is_open or last.failures is None:
+        raise MpicommError(
+            'recover: the job was not started with on_failure="recover".\n'
+            'Call mpicomm.bootstrap(on_failure="recover"), and start the job with mpicomm run --fault-tolerant.'
+        )
+    if rank_failures.current() is None:
+        time.sleep(_ABORT_SECONDS)
+        raise MpicommError("recover: the job is being aborted.\nCheck the output of the other ranks for the cause.")
+    if not last.failures.find():
+        raise MpicommError(
+            "recover: no rank has failed.\nCall recover() only after an operation has raised RankFailedError."
+        )
+    return recover_from(last).world
+
+
+def recover_from(last: Session) -> Session:
+    """End the last world, and form the next one of the processes that are left (collective over these)."""
+    assert last.job.processes is not None
+    start = time.monotonic()
+    _end_world(last)
+    comm, finished = last.job.processes, frozenset[int]()
+    size, attempts, error = 0, 0, None
+    with _time_limit(last, "recover()"):
+        while True:
+            # 1. find the processes that are left; until then, the watchdog of the last world reports ranks that hang
+            comm, left = find_survivors(comm, last, finished)
+            last.stop_watching()
+            mpi.forget_revoked()
+            comm, finished = left.comm, left.finished
+            if not left.size:
+                raise SystemExit(0)  # of a spare: all ranks have finished
+            _check_enough(last, left)
+            attempts = attempts + 1 if comm.size == size else 1  # no process has failed in the last attempt, or one has
+            if attempts > _ATTEMPTS:
+                raise MpicommError(
+                    f"recover: the new world cannot be formed: {_cause(comm, error)}\n"
+                    f"Correct the cause, and start the job again."
+                ) from error
+            # 2. form the next world
+            following, size, error = None, comm.size, None
+            try:
+                job = mpi_job.rejoin(comm, left.size, last.request, last.settings, last.job)
+                following = session_setup.create(last.request, last.launch, last.settings, job, last.shutdown, last)
+                session_setup.open_session(following)
+            except Exception as caught:  # noqa: BLE001  if another process has failed, the next attempt is without it
+                error = caught
+                mpi.revoke_all()
+                comm.Revoke()  # other processes may wait for this one
+            # 3. all processes agree that they have formed it
+            if agreement.succeeded_on_all(comm, error is None) and following is not None:
+                break
+            if following is not None:
+                _end_world(following)
+                following.stop_watching()
+    session.set_current(following)
+    if comm.rank == 0:
+        number, seconds = following.world.recoveries, time.monotonic() - start
+        exit_hooks.print_stderr(
+            f"[mpicomm] {_describe(last, left)}; continuing with {following.world.size} ranks after {seconds:.2f} s "
+            f"(recovery {number})\n"
+        )
+    return following
+
+
+def leave_without_failed(last: Session) -> None:
+    """End this rank's part in a world in which another rank has failed: it has finished, so it does not continue."""
+    assert last.job.processes is not None
+    _end_world(last)
+    with _time_limit(last, "shutdown()"):
+        comm, left = find_survivors(last.job.processes, last, frozenset(), is_finished=True)
+    if comm.rank == 0 and not left.size and last.settings.parent:
+        # The last rank 0 may have failed. If other ranks continue, rank 0 of the next world reports their end.
+        with contextlib.suppress(OSError, ValueError):
+            parent_link.report_end(parent_link.Parent.parse(last.settings.parent), last.name)
+
+
+def wait_as_spare() -> None:
+    """Wait until this process takes the place of a failed rank; end the process if all ranks have exited."""
+    importlib.import_module("torch._dynamo")  # which creating an optimizer imports, in half a second
+    while (waiting := session.current()) is not None and waiting.job.is_spare:
+        assert waiting.failures is not None
+        while not waiting.failures.has_any.wait(_SPARE_SECONDS):
+            if waiting.watch is None or waiting.watch.has_seen_all_exit():
+                raise SystemExit(0)
+        recover_from(waiting)
+
+
+# -- the end of the last world -----------------------------------------------------------------------------------------
+
+
+def _end_world(ended: Session) -> None:
+    """Revoke all communicators of a world, and end its groups and variables without communication."""
+    assert ended.failures is not None
+    mpi.record_lost_processes()
+    mpi.revoke_all()
+    groups.end_all(ended.failures.error(), "its world has ended, since ranks have failed")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    ended.restore_environ()
+    mpi.set_job_comm(None)
+
+
+@contextlib.contextmanager
+def _time_limit(last: Session, operation: str) -> Iterator[None]:
+    """Abort the job at the timeout of operations: MPI waits without a limit for a process that does not respond.
+
+    Args:
+        operation: The function that the user has called.
+    """
+    seconds = max(last.request.limit.total_seconds(), _SHORTEST_LIMIT)
+
+    def end() -> None:
+        exit_hooks.print_stderr(
+            f"[mpicomm] {session.place_of(last.world)}: {operation} timed out after {seconds:g} s: "
+            f"a rank that has not failed does not take part; aborting the job\n"
+            f"Find the rank that is stopped or busy, or increase the timeout of bootstrap().\n"
+        )
+        session_setup.abort(1, last.job.processes)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# -- the processes that are left ---------------------------------------------------------------------------------------
+
+
+def find_survivors(
+    comm: Intracomm, last: Session, finished: frozenset[int], *, is_finished: bool = False
+) -> tuple[Intracomm, Survivors]:
+    """Find the processes that are left, and order them for the next world (collective over these processes).
+
+    A failure in the meantime starts it again. After one, Open MPI 5.0 may also report success of a collective operation
+    whose result is incomplete, which then cannot be unpickled or used: any exception counts as a failure.
+
+    Args:
+        comm: The communicator of all processes of the last world; it is revoked.
+        last: The session of this process in it.
+        finished: The ranks that are known to have finished.
+        is_finished: Whether this process has reached the end of the program: it only agrees on the failed ranks.
+
+    Returns:
+        A communicator of all processes that are left, and these processes.
+    """
+    rank = None if last.job.is_spare else last.world.rank
+    error: Exception | None = None
+    while True:
+        before = comm.size
+        comm = cast("Intracomm", comm.Shrink())
+        # Open MPI 5.0 crashes in Shrink() if another process, which has left it, revokes the new communicator.
+        agreement.succeeded_on_all(comm, True)
+        if comm.size == before and error is not None and not isinstance(error, mpi.api().Exception):
+            raise error  # no process has failed: it is not the consequence of a failure
+        left, error = None, None
+        try:
+            left = _order(comm, rank, last.job.plan.size, finished, is_finished=is_finished)
+        except Exception as caught:  # noqa: BLE001  see above
+            comm.Revoke()  # other processes may wait for this one
+            error = caught
+        if agreement.succeeded_on_all(comm, error is None) and left is not None:
+            return comm, left
+
+
+def _order(comm: Intracomm, rank: int | None, size: int, finished: frozenset[int], *, is_finished: bool) -> Survivors:
+    """Order the processes for the next world (collective).
+
+    Args:
+        comm: The communicator of the processes that are left.
+        rank: The rank of this process in the last world; None on a spare.
+        size: The number of ranks of the last world.
+        finished: The ranks that are known to have finished.
+        is_finished: Whether this process has finished.
+    """
+    # 1. the surviving, the finished and the failed ranks
+    of_all: list[tuple[int | None, bool]] = comm.allgather((rank, is_finished))
+    ranks = [rank for rank, _ in of_all if rank is not None]
+    finished = finished | {rank for rank, has_finished in of_all if has_finished and rank is not None}
+    failed = sorted(set(range(size)) - set(ranks) - finished)
+    # 2. the next ranks of the processes that continue; if all ranks have finished, no spare replaces a failed one
+    going_on = [rank for rank, has_finished in of_all if not has_finished]
+    active = [rank for rank in going_on if rank is not None]
+    vacant = failed if active else []
+    next_size = len(active) + min(len(vacant), going_on.count(None))
+    numbers = assign(going_on, vacant)
+    before = sum(1 for _, has_finished in of_all[: comm.rank] if not has_finished)
+    ordered = comm.Split(mpi.api().UNDEFINED if is_finished else 0, 0 if is_finished else numbers[before])
+    return Survivors(cast("Intracomm", ordered), next_size, tuple(failed), finished)
+
+
+def assign(ranks: Sequence[int | None], failed: Sequence[int]) -> list[int]:
+    """Return the next rank of every process: those of the next world from 0, then those of the remaining spares.
+
+    Args:
+        ranks: The last rank of every process; None for a spare.
+        failed: The failed ranks.
+    """
+    vacant = iter(failed)
+    last = max([rank for rank in ranks if rank is not None] + list(failed), default=-1)
+    numbers = []
+    for index, rank in enumerate(ranks):
+        number = next(vacant, None) if rank is None else rank
+        numbers.append(last + 1 + index if number is None else number)  # behind all ranks, in their order
+    order = {number: place for place, number in enumerate(sorted(numbers))}
+    return [order[number] for number in numbers]
+
+
+def _cause(comm: Intracomm, error: Exception | None) -> str:
+    """Return why the last attempt has failed: the first error that is not the consequence of another one (collective).
+
+    Args:
+        error: The error of this process.
+    """
+    is_consequence = error is None or isinstance(error, (RankFailedError, mpi.api().Exception))
+    texts: list[str | None] = comm.allgather(None if is_consequence else str(error) or type(error).__name__)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), f"{error}.")
+
+
+def _check_enough(last: Session, left: Survivors) -> None:
+    """Abort the job if fewer ranks are left than the program needs."""
+    least = last.request.min_ranks
+    if left.size >= least:
+        return
+    if left.comm.rank == 0:
+        exit_hooks.print_stderr(
+            f"[mpicomm] {_describe(last, left)}; {left.size} ranks are left, fewer than min_ranks={least}; "
+            f"aborting the job\n"
+        )
+        session_setup.abort(1, left.comm)
+    time.sleep(_ABORT_SECONDS)
+    os._exit(1)
+
+
+def _describe(last: Session, left: Survivors) -> str:
+    """Return which ranks have failed, and why."""
+    assert last.failures is not None
+    return last.failures.describe(left.failed)

@@ -1,0 +1,113 @@
+"""The C library of the inner loops and of crash reports, called by ctypes; its calls release the GIL.
+
+It is built where a C compiler is available. Without it, all tensors use MPI.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import zlib
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).with_name("libnative.so")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("slots.c", "crash.c"))  # may be absent
+
+# As in slots.c. Sums of unsigned and signed integers have the same bits; complex numbers are two floats each.
+_FLOAT32, _FLOAT64, _BFLOAT16, _FLOAT16, _INT8, _INT16, _INT32, _INT64 = range(8)
+BYTES = _INT8
+KINDS = {
+    torch.float32: (_FLOAT32, 1),
+    torch.float64: (_FLOAT64, 1),
+    torch.bfloat16: (_BFLOAT16, 1),
+    torch.float16: (_FLOAT16, 1),
+    torch.complex64: (_FLOAT32, 2),
+    torch.complex128: (_FLOAT64, 2),
+    torch.int8: (_INT8, 1),
+    torch.uint8: (_INT8, 1),
+    torch.int16: (_INT16, 1),
+    torch.int32: (_INT32, 1),
+    torch.int64: (_INT64, 1),
+}
+"""For each dtype, the kind of number that the library adds, and how many of them an element has."""
+
+NARROW_FLOATS = (torch.bfloat16, torch.float16)
+"""The dtypes that the library adds in float32."""
+
+ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER = range(8)
+DONE, WAITING, DIFFERENT, UNAVAILABLE = range(4)
+LINE_BYTES = 128
+"""The size of the record of an operation that each rank publishes in the shared memory."""
+
+
+HEADER = 64
+"""The number of bytes before a block of scatter."""
+
+IS_WIDE = 1 << 15
+"""Added to a call of reduce_scatter if the sums of `NARROW_FLOATS` stay in float32."""
+
+IS_LIST = 1 << 63
+"""Added to a call if the blocks of the ranks are a list: an array of addresses and sizes in bytes."""
+
+
+@functools.cache
+def call(operation: int, kind: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
+    """Return the call that all ranks must make, as the library's number."""
+    return operation | kind << 8 | root << 16 | divisor << 32 | _dtype_code(dtype) << 48
+
+
+def reducing(operation: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
+    """Return the call of an operation that adds numbers."""
+    return call(operation, KINDS[dtype][0], dtype, root, divisor)
+
+
+def moving(operation: int, dtype: torch.dtype, root: int = 0) -> int:
+    """Return the call of an operation that moves bytes."""
+    return call(operation, BYTES, dtype, root)
+
+
+@functools.cache
+def _dtype_code(dtype: torch.dtype) -> int:
+    """Return a number of 15 bits for a dtype, also where its bytes are only moved."""
+    return zlib.crc32(str(dtype).encode()) & 0x7FFF
+
+
+class SlotState(ctypes.Structure):
+    """One rank's view of the slots of a group, and its current operation."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("lines", "slots")),
+        *((name, ctypes.c_uint64) for name in ("slot_bytes", "split_bytes")),
+        ("pause_ns", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("rank", "size", "spins")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("operation", "kind", "root", "divisor", "stage", "is_wide", "is_list", "has_next")
+        ),
+        *((name, ctypes.c_uint64) for name in ("signature", "number", "count", "most", "start")),
+        *((name, ctypes.c_void_p) for name in ("source", "out")),
+    )
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """Return the library; None if it was not built, or was built for another system or from another source."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        library.mpicomm_source_crc.restype = ctypes.c_uint32
+    except (OSError, AttributeError):
+        return None
+    sources = [path.read_bytes() for path in SOURCES if path.exists()]
+    if len(sources) == len(SOURCES) and library.mpicomm_source_crc() != zlib.crc32(b"".join(sources)):
+        return None
+    library.mpicomm_sum.argtypes = (
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int
+    )  # fmt: skip
+    library.mpicomm_sum.restype = None
+    library.mpicomm_start.argtypes = (
+        ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64
+    )  # fmt: skip
+    library.mpicomm_continue.argtypes = (ctypes.c_void_p,)
+    return library

@@ -1,0 +1,517 @@
+"""The flight recorder: the last operations of this rank, in a ring buffer that is always on.
+
+An operation stores its call site in the user's program as a code object and an instruction offset. To find the line
+number costs microseconds in a long function, so it is computed only when a report needs it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import os
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import get_ident
+from time import monotonic
+from typing import Any
+
+from mpicomm.errors import MpicommError
+from mpicomm.recorder import hang_report
+from mpicomm.recorder.status import OperationInfo
+
+RING = 1024
+"""The capacity of the ring buffer, in operations."""
+
+_HELD_WORKS = 16  # the most works that a stream queue keeps
+_RATE_SECONDS = 5.0  # the time over which the rate of bytes is computed
+_SHORTEST_RATE = 1e-6
+_CLOSED_GROUPS = 64  # the most destroyed groups that are kept
+
+_ring: list[Operation | None] = [None] * RING
+_last: Operation | None = None
+_running: dict[int, Operation] = {}
+_numbers = itertools.count()
+_new, _getframe = object.__new__, sys._getframe
+_streams: list[StreamQueue] = []
+_groups: dict[str, Group] = {}
+
+# Frames in these files are not the user's: the call site is the first frame above them.
+_PACKAGES = ("mpicomm", "torch")
+_MACHINERY = ("contextlib", "functools", "threading", "typing_extensions", "warnings")  # start threads or wrap calls
+_PROGRAMS = ("examples", "bench")  # folders in these packages whose files count as the user's
+_call_sites: dict[int, types.CodeType] = {}
+"""Code objects of known call sites: walking the stack costs half of `note`.
+
+The key is the id() of the code object, plus the instruction offset, plus the hash of the operation's name.
+"""
+
+_depths: tuple[dict[str, int], dict[str, int]] = ({}, {})
+"""By name, the number of frames between `note` and the last call site: for queued operations, and for others."""
+
+_rank_pid = 0
+"""In a forked child, the pid of the rank; 0 in the rank itself."""
+
+
+class _Thread(threading.local):
+    """State of the current thread. It is not keyed by the thread's ident, which another thread may get later."""
+
+    calls_operations = False
+
+
+_thread = _Thread()
+_callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have called operations
+_NOWHERE = object()
+_MOST_CALL_SITES = 4096
+_USUAL_DEPTH = 7  # three methods of this package, one of the process group, torch's function, its wrapper, the user's
+_LARGEST_DEPTH = 10  # with a deprecated function of torch and its wrapper
+_inner_files: set[str] = set()
+_users_files: set[str] = set()
+
+
+class Group:
+    """The state of a process group on this rank, for recording its operations."""
+
+    def __init__(self, name: str, ranks: Sequence[int], timeout: float, *, is_world: bool) -> None:
+        """Register a group.
+
+        Args:
+            ranks: The global ranks of the members, in the order of the group.
+            timeout: Timeout of an operation in seconds.
+        """
+        self.name = name
+        self.ranks = ranks
+        self.timeout = timeout
+        self.is_world = is_world
+        self.broken = ""
+        """The error, on this or another rank, after which the group cannot be used any more; empty before."""
+
+        self.has_ended = False
+        """Whether the group belongs to a world that ended when `recover()` formed a new one."""
+
+        self.sequence = 0
+        """The number of collective operations that this rank has called on the group."""
+
+        self.message_numbers: dict[tuple[str, int | None, int], Iterator[int]]
+        self.message_numbers = collections.defaultdict(lambda: itertools.count(1))
+        """The next number of a message by operation, peer and tag. MPI keeps their order, so equal numbers match."""
+
+        self.running: Operation | None = None
+        """The collective that has been running since its call; all other running operations are in `_running`."""
+
+        self.is_closed = False
+        """Whether this rank has destroyed the group. Its sequence is still reported to ranks that wait in the group."""
+
+        _groups.pop(name, None)
+        _groups[name] = self
+        _forget_closed_groups()
+
+
+@dataclasses.dataclass(init=False, eq=False, slots=True)  # `note` sets the fields
+class Operation:
+    """One call of an operation on this rank."""
+
+    code: types.CodeType | None
+    instruction: int
+    group: Group
+    is_message: bool
+    sequence: int | None
+    name: str
+    dtype: Any
+    count: int
+    peer: int | None
+    number: int
+    called: float
+    start: float | None
+    end: float | None
+    limit: float | None
+    """Seconds after which the watchdog aborts the job; None if the waiting call raises TimeoutError instead."""
+
+    tag: int | None
+    message: int | None
+    """The number of a message with this peer and tag; None while the peer is unknown, and for other operations."""
+
+    def begin(self) -> None:
+        """Record that the operation runs, or that a call waits for it: this starts its deadline."""
+        # Numbered in the order in which they run: callbacks may call operations at any time.
+        self.take_number()
+        self.start = monotonic()
+        _running[self.number] = self
+
+    def take_number(self) -> None:
+        """Assign the next sequence number of the group, if this is a collective without one."""
+        if self.sequence is None and not self.is_message:
+            self.sequence = self.group.sequence = self.group.sequence + 1
+
+    def number_message(self, tag: int) -> None:
+        """Record the tag of a message, and number it; its peer must be known."""
+        self.tag = tag
+        self.message = next(self.group.message_numbers[self.name, self.peer, tag])
+
+    def finish(self) -> None:
+        """Record that the operation has completed or failed."""
+        self.end = monotonic()
+        if self.group.running is self:
+            self.group.running = None
+        else:
+            _running.pop(self.number, None)
+
+    def extend_deadline(self, seconds: float) -> None:
+        """Extend the deadline by the seconds in which this process was suspended."""
+        if self.start is not None:
+            self.start += seconds
+
+    def pause(self) -> None:
+        """Record that no call waits for the operation any more, although it has not completed."""
+        if self.group.running is self:
+            self.group.running = None
+        else:
+            _running.pop(self.number, None)
+
+    @property
+    def needs(self) -> list[int]:
+        """The global ranks that the operation needs to complete: the peer, or the whole group."""
+        if self.is_message and self.peer is not None:
+            return [self.group.ranks[self.peer]]
+        return list(self.group.ranks)
+
+    @property
+    def where(self) -> str:
+        """The call site in the user's program; for a call from C++, where the main thread is now."""
+        if self.code is None:
+            return line_of_main_thread() or "an unknown place"
+        return line_of(self.code, self.instruction)
+
+    @property
+    def nbytes(self) -> int | None:
+        """The recorded elements in bytes; None without a dtype."""
+        return None if self.dtype is None else self.count * self.dtype.itemsize
+
+    def describe(self, now: float) -> OperationInfo:
+        """Return the fields of the operation for other ranks and for dump files."""
+        return OperationInfo(
+            number=self.number,
+            name=self.name,
+            group=self.group.name,
+            members="" if self.group.is_world else hang_report.ranges(self.group.ranks),
+            sequence=self.sequence,
+            is_message=self.is_message,
+            dtype="" if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            count=self.count,
+            peer=None if self.peer is None else self.group.ranks[self.peer],
+            where=self.where,
+            called=round(now - self.called, 6),
+            seconds=None if self.start is None else round((self.end or now) - self.start, 6),
+            is_over=self.end is not None,
+        )
+
+
+def note(
+    group: Group,
+    name: str,
+    dtype: Any,
+    count: int,
+    peer: int | None,
+    is_message: bool,
+    is_running: bool,
+    inner_frames: int = 1,
+) -> Operation:
+    """Record a call in the ring buffer.
+
+    This is on the path of every operation, hence a plain function: calling a class costs 0.1 microseconds more.
+
+    Args:
+        peer: The root of a collective or the peer of a message, as a rank of the group; None for other operations.
+        is_running: Whether the operation starts at once.
+        inner_frames: The number of frames that are not the user's, whatever their files; at least this one.
+    """
+    # 1. find the call site
+    global _last  # noqa: PLW0603  as the ring
+    try:
+        frame = _getframe(_depths[is_running].get(name, _USUAL_DEPTH))
+        code, instruction = frame.f_code, frame.f_lasti
+    except ValueError:
+        code, instruction = None, 0
+    if _call_sites.get(id(code) + instruction + hash(name), _NOWHERE) is not code:
+        code, instruction = _find_caller(name, is_running, inner_frames)
+    if not _thread.calls_operations:
+        _note_thread()
+    # 2. fill in the operation
+    operation = _new(Operation)
+    operation.code = code
+    operation.instruction = instruction
+    operation.group = group
+    operation.is_message = is_message
+    operation.name = name
+    operation.dtype = dtype
+    operation.count = count
+    operation.peer = peer
+    operation.end = operation.tag = operation.message = None
+    operation.limit = group.timeout
+    operation.number = number = next(_numbers)
+    operation.called = now = monotonic()
+    # 3. start it, and store it in the ring buffer
+    if is_running and not is_message:
+        operation.sequence = group.sequence = group.sequence + 1
+        operation.start = now
+        if group.running is None:
+            group.running = operation
+        else:
+            _running[number] = operation
+    else:
+        operation.sequence = operation.start = None
+        if is_running:
+            operation.begin()
+    _ring[number % RING] = _last = operation
+    return operation
+
+
+def _note_thread() -> None:
+    _thread.calls_operations = True
+    ident = get_ident()
+    # threading.current_thread() would create a dummy Thread object for a thread that C++ has started.
+    _callers.update(thread for thread in threading.enumerate() if thread.ident == ident)
+
+
+def _find_caller(name: str, is_running: bool, inner_frames: int) -> tuple[types.CodeType | None, int]:
+    """Return code object and instruction offset of the call site in the user's program."""
+    depth = inner_frames
+    frame: types.FrameType | None = _getframe(depth + 1)
+    while frame is not None and _is_inner(frame.f_code.co_filename):
+        frame = frame.f_back
+        depth += 1
+    if frame is None:  # called from C++ on a thread without Python frames of the user
+        return None, 0
+    # The next call of this operation from this instruction has the same frames, so `note` need not search again. This
+    # does not hold for calls from deep inside torch, such as those of FSDP: the next may have a user's module between.
+    if depth <= _LARGEST_DEPTH:
+        if len(_call_sites) >= _MOST_CALL_SITES:
+            _call_sites.clear()
+        _depths[is_running][name] = depth
+        _call_sites[id(frame.f_code) + frame.f_lasti + hash(name)] = frame.f_code
+    return frame.f_code, frame.f_lasti
+
+
+class StreamQueue:
+    """The operations that an inner backend queues on a GPU's stream, where they run one after the other.
+
+    Only the oldest pending operation runs, so the time in which the others are queued does not count towards their
+    timeouts. The queue keeps and polls a few of the pending works, not all: a work may keep its tensors alive.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._lock = threading.Lock()
+        self._open: collections.deque[Operation] = collections.deque()
+        self._held: list[tuple[Operation, Any]] = []
+        _streams.append(self)
+
+    def note(self, name: str, dtype: Any, count: int, is_message: bool) -> Operation:
+        """Record the call of an operation."""
+        return note(self._group, name, dtype, count, None, is_message, is_running=False)
+
+    def started(self, operation: Operation, work: Any) -> None:
+        """Record that the inner backend has queued an operation."""
+        with self._lock:
+            operation.take_number()
+            self._open.append(operation)
+            self._held.append((operation, work))
+            if len(self._held) > _HELD_WORKS:
+                self._held = [self._held[0], *self._held[1:-1:2], self._held[-1]]
+            if len(self._open) > RING:
+                self._open.popleft().finish()
+            self._begin_oldest()
+
+    def refresh(self) -> None:
+        """Record which operations have completed; called on the watchdog's thread."""
+        with self._lock:
+            last_over = max((operation.number for operation, work in self._held if _is_over(work)), default=-1)
+            self._held = [(operation, work) for operation, work in self._held if operation.number > last_over]
+            while self._open and self._open[0].number <= last_over:
+                self._open.popleft().finish()
+            self._begin_oldest()
+
+    def _begin_oldest(self) -> None:
+        if self._open and self._open[0].start is None:
+            self._open[0].begin()
+
+    def close(self) -> None:
+        """Release all operations and works, when the group is destroyed."""
+        with self._lock:
+            for operation in self._open:
+                operation.finish()
+            self._open.clear()
+            self._held.clear()
+        if self in _streams:
+            _streams.remove(self)
+
+
+def _is_over(work: Any) -> bool:
+    try:
+        return work.is_completed()
+    except Exception:  # noqa: BLE001  a failed operation has ended; waiting for it raises the error
+        return True
+
+
+def refresh_streams() -> None:
+    """Record which operations on streams have completed; called on the watchdog's thread."""
+    for stream in _streams.copy():  # other threads may add and remove queues meanwhile
+        stream.refresh()
+
+
+def recorded() -> list[Operation]:
+    """Return the operations in the ring buffer, oldest first."""
+    return sorted((each for each in list(_ring) if each is not None), key=lambda each: each.number)
+
+
+def groups() -> list[Group]:
+    """Return the groups of this rank, with those that were destroyed recently."""
+    return list(_groups.values())
+
+
+def running() -> list[Operation]:
+    """Return the operations that run or for which a call waits."""
+    of_groups = [group.running for group in list(_groups.values())]
+    return [*(operation for operation in of_groups if operation is not None), *_running.values()]
+
+
+def last() -> Operation | None:
+    """Return the operation that was called last; None before the first call."""
+    return _last
+
+
+def bytes_per_second(now: float) -> float:
+    """Return the rate of the bytes of this rank's operations that have completed in the last seconds.
+
+    The bytes of an operation are those of its input on this rank. The rate is computed from the ring buffer, so that
+    counting costs nothing per operation; if the buffer is full, it covers the time since its oldest operation.
+    """
+    operations = recorded()
+    if not operations:
+        return 0.0
+    since = max(now - _RATE_SECONDS, operations[0].called)
+    completed = [each for each in operations if each.end is not None and each.end > since]
+    total = sum(each.count * getattr(each.dtype, "itemsize", 0) for each in completed)
+    return total / max(now - since, _SHORTEST_RATE)
+
+
+def sequences() -> dict[str, int]:
+    """Return the number of collectives called on each group, by group name."""
+    return {group.name: group.sequence for group in list(_groups.values())}
+
+
+def _files_of(modules: Sequence[str]) -> list[str]:
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
+    return [file for file in files if file]
+
+
+def refuse_children() -> None:
+    """Check that this process is the rank, and not a child that it has forked.
+
+    Raises:
+        MpicommError: In a forked child, whose call would match the other ranks' calls in place of the rank's next one.
+    """
+    if _rank_pid:
+        raise MpicommError(
+            f"process {os.getpid()} was forked by process {_rank_pid}, a rank of the job (like DataLoader workers and "
+            f"multiprocessing pools); a forked child cannot call operations or wait for them.\n"
+            f"Call them in the rank itself: return the data from __getitem__, collate_fn or the pool's function."
+        )
+
+
+def _mark_child() -> None:
+    """Mark all groups as broken in a forked child; every path that runs an operation checks this."""
+    global _rank_pid  # noqa: PLW0603  set once, in a forked child
+    _rank_pid = os.getppid() if _groups else 0
+    for group in _groups.values():
+        group.broken = group.broken or "this process was forked from the rank"
+
+
+os.register_at_fork(after_in_child=_mark_child)
+
+
+def break_group(name: str, cause: str) -> None:
+    """Record that a group cannot be used any more; the first cause is kept."""
+    group = _groups.get(name)
+    if group is not None and not group.broken:
+        group.broken = cause
+
+
+def break_all(cause: str) -> None:
+    """Record that no group can be used any more; causes that groups have already are kept."""
+    for name in list(_groups):
+        break_group(name, cause)
+
+
+def end_all(cause: str) -> None:
+    """Forget all groups and their operations, since their world has ended; they cannot be used any more."""
+    for group in list(_groups.values()):
+        group.broken, group.has_ended, group.running = cause, True, None
+    _groups.clear()
+    _running.clear()
+
+
+def has_open_collectives() -> bool:
+    """Return whether a collective is running or queued."""
+    return any(each is not None and each.end is None and not each.is_message for each in list(_ring))
+
+
+def _forget_closed_groups() -> None:
+    closed = [name for name, group in _groups.items() if group.is_closed]
+    for name in closed[:-_CLOSED_GROUPS]:
+        del _groups[name]
+
+
+def is_used_by(thread: threading.Thread) -> bool:
+    """Return whether a thread has called operations."""
+    return thread in _callers
+
+
+def is_used_by_a_thread() -> bool:
+    """Return whether a live thread other than the main thread has called operations."""
+    return any(is_used_by(thread) for thread in threading.enumerate() if thread is not threading.main_thread())
+
+
+def line_of(code: types.CodeType, instruction: int) -> str:
+    """Return the source line of an instruction, as `train.py:88 (train_step)`."""
+    line = number_of_line(code, instruction)
+    name = Path(code.co_filename).name
+    return f"{name}:{line}" if code.co_name == "<module>" else f"{name}:{line} ({code.co_name})"
+
+
+def number_of_line(code: types.CodeType, instruction: int) -> int:
+    """Return the number of the source line of an instruction."""
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
+    return next(lines, code.co_firstlineno)
+
+
+def line_of_main_thread() -> str:
+    """Return the line of the user's program at which the main thread is; empty if the thread has ended."""
+    thread = threading.main_thread()
+    return _line_of_user(sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None)
+
+
+def line_of_caller() -> str:
+    """Return the line of the user's program at which the calling thread is; empty without a frame of that program."""
+    return _line_of_user(_getframe(1))
+
+
+def _line_of_user(frame: types.FrameType | None) -> str:
+    while frame is not None and _is_inner(frame.f_code.co_filename):
+        frame = frame.f_back
+    return line_of(frame.f_code, frame.f_lasti) if frame else ""
+
+
+def _is_inner(file: str) -> bool:
+    """Return whether a file belongs to torch, mpicomm (except its programs) or the listed modules of Python; cached."""
+    if file in _inner_files or file in _users_files:
+        return file in _inner_files
+    folders = [str(Path(package).parent) + os.sep for package in _files_of(_PACKAGES)]
+    programs = tuple(f"{folder}{program}{os.sep}" for folder in folders for program in _PROGRAMS)
+    is_inner = file.startswith(("<frozen", *_files_of(_MACHINERY), *folders)) and not file.startswith(programs)
+    (_inner_files if is_inner else _users_files).add(file)
+    return is_inner

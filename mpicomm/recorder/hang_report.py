@@ -1,0 +1,168 @@
+"""The text of reports: pure functions that format the status of the ranks, and why ranks have died."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from mpicomm.recorder.status import Crash, ExitedRank, NotResponding, OperationInfo, Status
+
+_NAMED = 16  # the most ranges of ranks in a row
+_ROWS = 32  # the most rows of a table
+
+DEATH_REMEDY = (
+    "Check the output of that rank, and the kernel's log of its host (dmesg): it names processes that were killed for "
+    "lack of memory."
+)
+"""The next step after the death of a rank."""
+
+CRASH_REMEDY = (
+    "Native code crashed: see the stacks in the output of that rank. To find the call in it, run the job under gdb; "
+    "with GPUs, set CUDA_LAUNCH_BLOCKING=1, too."
+)
+"""The next step after the death of a rank that a signal such as SIGSEGV has ended."""
+
+HOST_REMEDY = (
+    "mpirun does not continue without a host. With mpicomm run --max-restarts N, the job starts again on the other "
+    "hosts, and continues from its newest checkpoint."
+)
+"""The next step after the loss of a host."""
+
+_UNREPORTED = (
+    "its process ended without reporting an error or a signal (killed, for example for lack of memory, os._exit or "
+    "MPI_Abort)"
+)
+_UNREACHABLE = {os.strerror(number) for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return ranks as `0-3, 7`; runs of two are listed."""
+    texts: list[str] = []
+    # Within a range, rank and index differ by the same number.
+    for _, pairs in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        part = [rank for _, rank in pairs]
+        texts += [f"{part[0]}-{part[-1]}"] if len(part) > 2 else map(str, part)
+    return ", ".join(texts)
+
+
+def parse_ranges(text: str) -> list[int]:
+    """Return the ranks in a text that `ranges` returned."""
+    ranks: list[int] = []
+    for part in filter(None, text.split(", ")):
+        first, _, last = part.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return ranks
+
+
+def called(ranks: Sequence[int]) -> str:
+    """Return `rank 2` or `ranks 0, 1, 3`."""
+    text = ranges(ranks)
+    if text.count(",") >= _NAMED:
+        text = ", ".join(text.split(", ")[:_NAMED]) + f", ... ({len(ranks)} in all)"
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def ranks_by_host(hosts: Sequence[str]) -> dict[str, str]:
+    """Return the ranks of each host as text.
+
+    Args:
+        hosts: The host of every rank.
+    """
+    of_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        of_host.setdefault(host, []).append(rank)
+    return {host: ranges(ranks) for host, ranks in of_host.items()}
+
+
+def full_name(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return `rank 2 of 4 on node0`.
+
+    Args:
+        hosts: The host of every rank.
+    """
+    names = sorted({hosts[rank] for rank in ranks})
+    return f"{called(ranks)} of {len(hosts)} on {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
+
+
+def operation(info: OperationInfo) -> str:
+    """Return `all_reduce #42, float32[1024]`."""
+    text = info.name
+    if info.sequence is not None:
+        text += f" #{info.sequence}"
+    elif not info.is_message:
+        text += " (queued)"
+    if info.peer is not None:
+        direction = {"send": " to", "recv": " from"}.get(info.name, ", root")
+        text += f"{direction} rank {info.peer}"
+    elif info.name == "recv":
+        text += " from any rank"
+    if info.dtype:
+        text += f", {info.dtype}[{info.count}]"
+    if info.members:
+        text += f", in the group of {_members(info.members)}"
+    return text
+
+
+@functools.lru_cache(maxsize=1024)  # each of a group's thousands of ranks shows the same text
+def _members(text: str) -> str:
+    return called(parse_ranges(text))
+
+
+def table(rows: Mapping[int, Status], hosts: Sequence[str]) -> str:
+    """Return one line for all ranks with the same position; lines of more ranks first."""
+    ranks: dict[str, list[int]] = {}
+    seconds: dict[str, float] = {}  # the most of a line's ranks
+    for rank, row in sorted(rows.items()):
+        text, of_rank = _position(row, hosts[rank])
+        ranks.setdefault(text, []).append(rank)
+        seconds[text] = max(seconds.get(text, 0.0), of_rank)
+    ordered = sorted(ranks, key=lambda text: -len(ranks[text]))
+    names = [called(ranks[text]) for text in ordered]
+    width = max(map(len, names), default=0)
+    lines = [
+        f"  {name:{width}}  {text.replace(_SECONDS, f'{seconds[text]:.0f} s')}"
+        for name, text in zip(names[:_ROWS], ordered, strict=False)
+    ]
+    if len(ordered) > _ROWS:
+        lines.append(f"  ... and {len(ordered) - _ROWS} more rows; see the ranks' dump files")
+    return "\n".join(lines)
+
+
+_SECONDS = "\0"  # placeholder for the seconds: ranks with the same position share a line whatever their seconds
+
+
+def _position(row: Status, host: str) -> tuple[str, float]:
+    """Return the position of a rank, and the seconds for `_SECONDS`."""
+    if isinstance(row, NotResponding):
+        state = f": {row.state}" if row.state else ""
+        return f"not responding for {_SECONDS} on {host}{state}", row.seconds
+    if isinstance(row, ExitedRank):
+        how = "at the end of its program" if row.status is None else f"with status {row.status}"
+        return f"exited {_SECONDS} ago {how}", row.seconds
+    if row.running:
+        longest = max(row.running, key=lambda info: info.seconds or 0.0)
+        more = len(row.running) - 1
+        beside = f" (and {more} more operation{'s' if more > 1 else ''})" if more else ""
+        return f"in {operation(longest)}, at {longest.where}, for {_SECONDS}{beside}", longest.seconds or 0.0
+    at = f"at {row.main}" if row.main else "its main thread has ended, other threads are running"
+    if row.last is None:
+        return f"not in an operation, none called yet; {at}", 0.0
+    last = f"last called {_SECONDS} ago: {operation(row.last)}, at {row.last.where}"
+    return f"not in an operation; {at}; {last}", row.last.called
+
+
+def is_unreachable(lost: str) -> bool:
+    """Return whether a connection was lost because the other host does not answer."""
+    return lost in _UNREACHABLE
+
+
+def cause_of_loss(lost: str, crash: Crash | None = None) -> str:
+    """Return why a rank died, from the reason why its connection was lost, and its own last message."""
+    if crash is not None:
+        return f"{crash.signal} ended its process" + (f"; last Python line: {crash.line}" if crash.line else "")
+    if is_unreachable(lost):
+        return f"its host is unreachable ({lost})"
+    return _UNREPORTED
