@@ -33,7 +33,7 @@ MUTANTS = [
         tests="tests/integrations/test_lightning.py -k test_a_distributed_strategy_uses_the_environment",
     ),
     Mutant(
-        "callbacks",
+        "lightning_callbacks",
         old="[] if adapter is None else adapter.check_use()",
         new="[]",
         fault="Without a distributed strategy each rank trains a separate model, without an error.",
