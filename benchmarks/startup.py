@@ -30,7 +30,7 @@ from mpicomm.cli import launch_plan
 from mpicomm.cli.argument_types import check_writable, count
 from mpicomm.cli.console import console
 from mpicomm.errors import LaunchError, MPINotFoundError
-from mpicomm.launch import environment, scheduler_query
+from mpicomm.launch import environment, queries
 from mpicomm.launch.allocation import SlurmAllocation
 from mpicomm.launch.request import Node, Request, Start
 from mpicomm.reports import result_files
@@ -119,7 +119,7 @@ def _torchrun(ranks: int, environ: Mapping[str, str]) -> Start:
         listener.bind(("", 0))
         port = listener.getsockname()[1]
     program = _probe("gloo")
-    job = scheduler_query.current_allocation(environ)
+    job = queries.current_allocation(environ)
     if isinstance(job, SlurmAllocation):
         return torchrun_by_srun(program, ranks, job, port, environ)
     return launch_plan.build(Request(program, ranks, node=Node(0, 1, "127.0.0.1", port)), environ)

@@ -16,7 +16,7 @@ from mpicomm import host_info, launch, mpi, terminal
 from mpicomm.cli.console import print_message
 from mpicomm.cli.supervisor import End, Supervisor
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, commands, environment, installed, mpi_operator, node_range, scheduler_query
+from mpicomm.launch import allocation, commands, environment, mpi_operator, node_range, queries
 from mpicomm.launch.allocation import FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Request, Start
@@ -53,7 +53,7 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
         return commands.torchrun(request, request.node, machine, environ)
     # 2. the MPI library and the allocation
     environment.refuse_ranks(environ, [name for _, name in terminal.processes_above()])
-    library, job = mpi.library(), scheduler_query.current_allocation(environ)
+    library, job = mpi.library(), queries.current_allocation(environ)
     if machine.gpus or (job is not None and job.has_gpus):
         environ = {**library.gpu_environ(Path("/proc/self/maps").read_text()), **environ}
     if job is None:
@@ -68,7 +68,7 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     if isinstance(job, FluxAllocation) and not request.hosts:
         _refuse_fault_tolerance(request, "flux run")
         return commands.flux_run(request, machine, job, library, _flux_plugins(), environ)
-    executable = installed.mpiexec(library, environ.get("PATH", ""))
+    executable = queries.mpiexec(library, environ.get("PATH", ""))
     agent = _agent(job, environ) if isinstance(job, HostAllocation) else None
     return commands.mpiexec(request, machine, library, executable, environ, job=job, agent=agent)
 
@@ -87,7 +87,7 @@ def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...
     Returns:
         No hosts if all ranks are on this host, or if the scheduler selects the hosts (`places_ranks`).
     """
-    job = scheduler_query.current_allocation(environ)
+    job = queries.current_allocation(environ)
     if job is None:
         request, _ = _on_operator_hosts(request, mpi.library(), environ)
     if request.hosts:
@@ -103,7 +103,7 @@ def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...
 
 def places_ranks(environ: Mapping[str, str]) -> str | None:
     """Return the name of the jobs in which only the scheduler can select the hosts of ranks; None in others."""
-    job = scheduler_query.current_allocation(environ)
+    job = queries.current_allocation(environ)
     if isinstance(job, FluxAllocation):
         return "a Flux instance"
     return "a heterogeneous Slurm job" if isinstance(job, SlurmAllocation) and job.groups > 1 else None
@@ -189,19 +189,19 @@ def _srun_type(request: Request, library: Library, environ: Mapping[str, str]) -
     """Return the type of PMI with which srun starts ranks; None if it cannot start them, or the run needs mpirun."""
     if request.is_fault_tolerant:  # Slurm ends the step if a task is killed; mpirun does not
         return None
-    return library.srun_type_in(installed.srun_list(), environ)
+    return library.srun_type_in(queries.srun_list(), environ)
 
 
 def _flux_plugins() -> list[str]:
     """Return the names of the plugins of Flux's job shell."""
-    places = scheduler_query.output_of(["flux", "config", "builtin", "shell_pluginpath"]).strip().split(os.pathsep)
+    places = queries.output_of(["flux", "config", "builtin", "shell_pluginpath"]).strip().split(os.pathsep)
     return [path.stem for place in places if place for path in Path(place).glob("**/*.so")]
 
 
 def _nodes_of_slurm(environ: Mapping[str, str]) -> list[str]:
     """Return the nodes of the allocation; none if Slurm cannot list them."""
     listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-    return scheduler_query.output_of(["scontrol", "show", "hostnames", listed]).split() if listed else []
+    return queries.output_of(["scontrol", "show", "hostnames", listed]).split() if listed else []
 
 
 def _agent(job: HostAllocation, environ: Mapping[str, str]) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from mpicomm import host_info
 from mpicomm.doctor.findings import Finding, ok, problem, warning
-from mpicomm.launch import allocation, scheduler_query
+from mpicomm.launch import allocation, queries
 
 _QUERY = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 _LISTED = re.compile(r".+, [\d.]+")  # nvidia-smi prints errors on standard output, too
@@ -43,7 +43,7 @@ class GPUFacts:
 
 def collect(environ: Mapping[str, str]) -> GPUFacts:
     """Return the facts about this host; runs nvidia-smi."""
-    listed = [line for line in scheduler_query.output_of(_QUERY).splitlines() if _LISTED.fullmatch(line)]
+    listed = [line for line in queries.output_of(_QUERY).splitlines() if _LISTED.fullmatch(line)]
     build, names, pairs = "", [], []
     with contextlib.suppress(ImportError, OSError, RuntimeError):  # software_check reports it
         import torch

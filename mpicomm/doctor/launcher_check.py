@@ -11,7 +11,7 @@ from pathlib import Path
 from mpicomm import mpi
 from mpicomm.doctor.findings import Finding, from_error, ok, problem, warning
 from mpicomm.errors import LaunchError, MPINotFoundError
-from mpicomm.launch import detect, installed, scheduler_query
+from mpicomm.launch import detect, queries
 from mpicomm.launch.mpi_library import Library
 
 COMMANDS = ("mpirun", "mpiexec")
@@ -69,19 +69,19 @@ def collect(environ: Mapping[str, str]) -> LauncherFacts | None:
         return None
     path, own, not_found = environ.get("PATH", ""), "", ""
     try:
-        own = installed.mpiexec(library, path)
+        own = queries.mpiexec(library, path)
     except LaunchError as error:
         not_found = str(error)
     in_path = {
-        name: (command, installed.answer_of(command, "--version"))
+        name: (command, queries.constant_output(command, "--version"))
         for name in COMMANDS
         if (command := shutil.which(name, path=path)) is not None
     }
     job = None
     with contextlib.suppress(LaunchError):
-        job = scheduler_query.current_allocation(environ)
+        job = queries.current_allocation(environ)
     return LauncherFacts(
-        library, environ, in_path, own, not_found, installed.srun_list(), "" if job is None else job.title
+        library, environ, in_path, own, not_found, queries.srun_list(), "" if job is None else job.title
     )
 
 

@@ -27,7 +27,7 @@ from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
 from mpicomm.job import devices, notice, plan, rendezvous
 from mpicomm.job.plan import JoinedJob, Plan
 from mpicomm.job.start_request import StartRequest, this_command
-from mpicomm.launch import allocation, detect, mpi_operator, scheduler_query
+from mpicomm.launch import allocation, detect, mpi_operator, queries
 from mpicomm.launch.allocation import Allocation
 from mpicomm.launch.detect import Launch
 from mpicomm.missing_ranks import Notice, wait_for_all_ranks
@@ -321,7 +321,7 @@ def _check_launch(launch: Launch) -> None:
 def _job_of_scheduler(launch: Launch) -> Allocation | None:
     """Return the scheduler's job, for a warning; None outside one, and where its resources cannot be read."""
     with contextlib.suppress(LaunchError):
-        return scheduler_query.current_allocation(os.environ) if launch.is_plain else None
+        return queries.current_allocation(os.environ) if launch.is_plain else None
     return None
 
 

@@ -4,5 +4,5 @@
 `detect` compares the variables of a running rank with MPI. `commands` builds a `Start` from what the user asked for, a
 `Request`, and from the available resources, a `Machine` and an `Allocation`. `jobscript` writes job scripts.
 
-Only `scheduler_query` and `installed` run commands, those of schedulers and launchers; all other modules are pure.
+Only `queries` runs commands, those of launchers and schedulers; all other modules are pure.
 """

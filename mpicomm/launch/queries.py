@@ -1,17 +1,20 @@
-"""Queries of the scheduler: the output of its commands, and the allocation in which this process runs."""
+"""Queries of launchers and schedulers on this host; the only module of `launch` that runs commands."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mpicomm.errors import LaunchError
 from mpicomm.launch import allocation, environment
 from mpicomm.launch.allocation import Allocation, FluxAllocation
+from mpicomm.launch.mpi_library import Library
 
-_QUERY_SECONDS = 20.0  # time limit of a command
+_QUERY_SECONDS = 20.0  # time limit of a command: a busy scheduler answers within seconds, a lost one never
 
 
 def output_of(command: Sequence[str], *, with_errors: bool = False) -> str:
@@ -46,3 +49,33 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     if environ.get(allocation.FLUX) and shutil.which("flux"):  # SLURM_* may describe the job that contains the instance
         return FluxAllocation.from_output(output_of(FluxAllocation.query, with_errors=True))
     return allocation.from_environ(environ, lambda path: Path(path).read_text())
+
+
+@functools.cache
+def constant_output(*command: str) -> str:
+    """Return the output of a command that always prints the same: `--max-restarts` starts many programs."""
+    return output_of(command, with_errors=True)
+
+
+def mpiexec(library: Library, path: str) -> str:
+    """Return the path of the launcher that belongs to the library.
+
+    Args:
+        path: The value of PATH.
+
+    Raises:
+        LaunchError: If no such launcher is found.
+    """
+    others = []
+    for candidate in library.mpiexec_candidates(path.split(os.pathsep)):
+        if not os.access(candidate, os.X_OK) or Path(candidate).is_dir():
+            continue
+        if library.owns_mpiexec(constant_output(candidate, "--version")):
+            return candidate
+        others.append(candidate)
+    raise LaunchError(library.mpiexec_not_found(others))
+
+
+def srun_list() -> str:
+    """Return the output of `srun --mpi=list`; empty without Slurm."""
+    return constant_output("srun", "--mpi=list") if shutil.which("srun") else ""

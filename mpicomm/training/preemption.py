@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mpicomm.errors import RankFailedError
-from mpicomm.launch.scheduler_query import output_of
+from mpicomm.launch.queries import output_of
 from mpicomm.settings import STOPPED_STATUS
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)

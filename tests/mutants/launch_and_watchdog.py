@@ -66,7 +66,7 @@ MUTANTS = [
     ),
     # -- the environment of launchers -----------------------------------------------------------------------
     Mutant(
-        "scheduler_query.output_of",
+        "queries.output_of",
         old="environment.with_home(os.environ)",
         new="os.environ",
         fault="Without HOME, the mpiexec of Open MPI is taken for that of another MPI.",
@@ -326,7 +326,7 @@ for operation in flight_recorder.running():
     ),
     Mutant(
         "_job_of_scheduler",
-        old="scheduler_query.current_allocation(os.environ) if launch.is_plain else None",
+        old="queries.current_allocation(os.environ) if launch.is_plain else None",
         new="None",
         fault="Plain python in a Flux instance is a world of one without a warning.",
         tests="tests/launch/test_schedulers.py -k plain_python",

@@ -16,7 +16,7 @@ import pytest
 from mpicomm import launch
 from mpicomm.cli.main import main
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, commands, environment, request, scheduler_query
+from mpicomm.launch import allocation, commands, environment, queries, request
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
@@ -651,7 +651,7 @@ def test_launchers_get_a_home(is_known: bool, home: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(Path, "home", find_home)
     assert environment.for_ranks({}, threads=0)["HOME"] == home
     monkeypatch.delenv("HOME", raising=False)
-    assert scheduler_query.output_of(["sh", "-c", 'echo "$HOME"']) == f"{home}\n"
+    assert queries.output_of(["sh", "-c", 'echo "$HOME"']) == f"{home}\n"
 
 
 TRAVELLING = (
