@@ -26,7 +26,7 @@ from typing import Any
 from rich.table import Table
 
 from mpicomm import job_info, terminal
-from mpicomm.cli import launch_plan
+from mpicomm.cli import launching
 from mpicomm.cli.argument_types import check_writable, count
 from mpicomm.cli.console import console
 from mpicomm.errors import LaunchError, MPINotFoundError
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     environ = {**os.environ, **_WITHOUT_GPUS}
     launchers: dict[str, Callable[[int], Start]] = {
-        _OURS: lambda ranks: launch_plan.build(Request(_probe("mpicomm"), ranks), environ),
+        _OURS: lambda ranks: launching.build(Request(_probe("mpicomm"), ranks), environ),
         _THEIRS: lambda ranks: _torchrun(ranks, environ),
     }
     cases = list(itertools.product(options.ranks, launchers))
@@ -122,7 +122,7 @@ def _torchrun(ranks: int, environ: Mapping[str, str]) -> Start:
     job = queries.current_allocation(environ)
     if isinstance(job, SlurmAllocation):
         return torchrun_by_srun(program, ranks, job, port, environ)
-    return launch_plan.build(Request(program, ranks, node=Node(0, 1, "127.0.0.1", port)), environ)
+    return launching.build(Request(program, ranks, node=Node(0, 1, "127.0.0.1", port)), environ)
 
 
 def torchrun_by_srun(

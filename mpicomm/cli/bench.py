@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from mpicomm import terminal
-from mpicomm.cli import launch_plan
+from mpicomm.cli import launching
 from mpicomm.cli.argument_types import among, check_writable, count, png
 from mpicomm.cli.console import FAILED, console, failed
 from mpicomm.errors import LaunchError, MPINotFoundError
@@ -270,8 +270,8 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
             _check_files(arguments)
         if detect.detect(os.environ).is_plain:
             program = (sys.executable, "-m", "mpicomm", *sys.argv[1:])
-            start = launch_plan.build(Request(program, arguments.ranks), os.environ)
-            return launch_plan.execute(start, "bench").status
+            start = launching.build(Request(program, arguments.ranks), os.environ)
+            return launching.execute(start, "bench").status
     except _ERRORS as error:
         return failed(benchmark.command, error)
     from mpicomm.bench import compared_backends, timing

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomm.cli import launch_plan, restarts, run_line
+from mpicomm.cli import attempts, foreign_options, launching
 from mpicomm.cli.argument_types import Parser, count
+from mpicomm.cli.attempts import RestartPolicy
 from mpicomm.cli.console import failed, print_message
-from mpicomm.cli.restarts import RestartPolicy
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import allocation, request
 from mpicomm.launch.allocation import Host
@@ -54,8 +54,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=count,
         help="number of ranks (default: that of the allocation or of the hosts, or one per GPU, or one per core)",
     )
-    number.add_argument(*run_line.PER_NODE, metavar="N", type=_per_node, help="number of ranks on each host")
-    parser.add_argument(*run_line.FOREIGN, action=_Refuse, help=argparse.SUPPRESS)
+    number.add_argument(*foreign_options.PER_NODE, metavar="N", type=_per_node, help="number of ranks on each host")
+    parser.add_argument(*foreign_options.FOREIGN, action=_Refuse, help=argparse.SUPPRESS)
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("--hosts", metavar="A:4,B:4", help="hosts, and the number of ranks on each")
     hosts.add_argument("--hostfile", metavar="F", help="hosts in a file: `a slots=4` or `a:4` on each line")
@@ -70,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the launch command without running it")
     parser.add_argument(
-        run_line.HOROVOD,
+        foreign_options.HOROVOD,
         action="store_true",
         help="run a script that imports horovod.torch, with mpicomm.horovod in its place; accepts horovodrun's options",
     )
@@ -102,7 +102,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--grace-period",
         metavar="S",
         type=_seconds,
-        default=launch_plan.GRACE_SECONDS,
+        default=launching.GRACE_SECONDS,
         help="seconds for the ranks to save a checkpoint and exit on SIGTERM or Ctrl-C (default: %(default)g)",
     )
     # 3. launch without MPI
@@ -124,7 +124,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _translated(parser: Parser, line: Sequence[str]) -> list[str]:
     """Replace the options of horovodrun after `--horovod`, and print the equivalents."""
     try:
-        translated, notes = run_line.translated(line)
+        translated, notes = foreign_options.translated(line)
     except ValueError as error:
         parser.error(str(error))
     for note in notes:
@@ -138,23 +138,23 @@ class _Refuse(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         assert isinstance(parser, Parser)
         option = rest[-1]
-        ours = run_line.FOREIGN[option]
-        meant = request.command_line(run_line.corrected(parser.line))
+        ours = foreign_options.FOREIGN[option]
+        meant = request.command_line(foreign_options.corrected(parser.line))
         parser.error(f"unknown option {option}; the option of mpicomm run is {ours}:\n  {parser.prog} {meant}")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the ranks, and return their exit status."""
-    if (note := run_line.note(arguments.parser.line)) is not None:
+    if (note := foreign_options.note(arguments.parser.line)) is not None:
         print_message("run", f"note: {note}")
     try:
         asked, policy = _request(arguments), _policy(arguments)
         if arguments.dry_run:
-            print(launch_plan.build(restarts.first(asked, policy), os.environ).shown(os.environ))
+            print(launching.build(attempts.first(asked, policy), os.environ).shown(os.environ))
             return 0
         if arguments.log_dir is not None:
             Path(arguments.log_dir).mkdir(parents=True, exist_ok=True)
-        return restarts.run(asked, policy, arguments.grace_period)
+        return attempts.run(asked, policy, arguments.grace_period)
     except (LaunchError, MPINotFoundError, OSError) as error:
         return failed("run", error)
     except KeyboardInterrupt:  # between two attempts

@@ -212,7 +212,7 @@ class Supervisor:
         else:
             self._pass_on(number)
 
-    def _check_answers(self, number: int) -> None:
+    def _act_on_answers(self, number: int) -> None:
         """Pass a signal on to the launcher unless every job handles it, which rank 0 answers."""
         answers = [job.answers.get(number) for job in self._listener.jobs if job.is_connected]
         if None in answers and self._questions[number].count_down() > 0:
@@ -239,7 +239,7 @@ class Supervisor:
 
     def _check(self) -> None:
         for number in list(self._questions):
-            self._check_answers(number)
+            self._act_on_answers(number)
         self._listener.close_expired()
         if any(job.has_failed for job in self._listener.jobs):
             self._end_within(_LAUNCHER_SECONDS, "the job has failed, but its launcher has not ended")

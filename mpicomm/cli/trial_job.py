@@ -26,11 +26,11 @@ def run(environ: Mapping[str, str]) -> TrialJob:
         LaunchError: If the ranks cannot be started.
         MPINotFoundError: If there is no MPI library.
     """
-    from mpicomm.cli import launch_plan
+    from mpicomm.cli import launching
 
-    start = launch_plan.build(Request((sys.executable, "-m", "mpicomm.cli.trial_job"), _RANKS), environ)
+    start = launching.build(Request((sys.executable, "-m", "mpicomm.cli.trial_job"), _RANKS), environ)
     command = shlex.join(start.command)
-    status, output = launch_plan.run_briefly(start)
+    status, output = launching.run_briefly(start)
     if status is None:
         return TrialJob(command, None, 0)
     line = next((line.partition(_MARK)[2] for line in output.splitlines() if _MARK in line), "{}")

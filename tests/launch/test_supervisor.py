@@ -288,11 +288,11 @@ def test_a_launcher_that_hides_the_death_of_a_rank(tmp_path: Path, monkeypatch: 
     Path("failing.py").write_text(FAILING)
     hides = """
 import os, sys
-from mpicomm.cli import launch_plan
+from mpicomm.cli import launching
 from mpicomm.launch.request import Request
-start = launch_plan.build(Request((sys.executable, "failing.py"), 2), os.environ)
+start = launching.build(Request((sys.executable, "failing.py"), 2), os.environ)
 hiding = start.__class__(("sh", "-c", '"$@"; exit 0', "sh", *start.command), start.environ, start.is_local)
-sys.exit(launch_plan.execute(hiding, "run").status)
+sys.exit(launching.execute(hiding, "run").status)
 """
     outcome = run_command([sys.executable, "-c", hides])
     assert outcome.status == 1, outcome
@@ -363,10 +363,10 @@ def test_the_launcher_receives_the_signals_that_end_its_tasks(
     launcher.chmod(0o755)
     code = f"""
 import os, signal, sys
-from mpicomm.cli import launch_plan
+from mpicomm.cli import launching
 from mpicomm.launch.request import Start
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets commands in the background ignore it
-sys.exit(launch_plan.execute(Start(({str(launcher)!r},), dict(os.environ), True), "run").status)
+sys.exit(launching.execute(Start(({str(launcher)!r},), dict(os.environ), True), "run").status)
 """
     with background_job(python(code), cwd=tmp_path) as job:
         job.wait_until((tmp_path / "ready").exists, "the launcher has started")

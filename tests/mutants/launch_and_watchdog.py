@@ -95,25 +95,25 @@ MUTANTS = [
         tests="tests/unit/test_launch_commands.py -k values_of_variables",
     ),
     Mutant(
-        "restarts.run",
+        "attempts.run",
         old='print_message("run", _NO_JOB)',
         new="pass",
         fault="mpicomm run prints nothing if each rank has run alone.",
-        tests="tests/unit/test_restarts.py",
+        tests="tests/unit/test_attempts.py",
     ),
     Mutant(
-        "restarts._should_form_job",
+        "attempts._should_form_job",
         old="is_python and is_reported",
         new="True",
         fault="mpicomm run calls for bootstrap() in a program that is not Python.",
-        tests="tests/unit/test_restarts.py",
+        tests="tests/unit/test_attempts.py",
     ),
     Mutant(
-        "restarts.run",
+        "attempts.run",
         old="start.ranks != 1",
         new="True",
         fault="mpicomm run calls for bootstrap() in a program of one rank.",
-        tests="tests/unit/test_restarts.py",
+        tests="tests/unit/test_attempts.py",
     ),
     # -- programs that a rank starts ------------------------------------------------------------------------
     Mutant(
@@ -375,7 +375,7 @@ for operation in flight_recorder.running():
         tests="tests/launch/test_supervisor.py -k hides",
     ),
     Mutant(
-        "Supervisor._check_answers",
+        "Supervisor._act_on_answers",
         old="""
 if not answers or not all(answers):
     self._pass_on(number)
@@ -877,18 +877,18 @@ else:
         tests="tests/unit/test_jobs.py -k index_of_an_array",
     ),
     Mutant(
-        "run_line._equivalent",
+        "foreign_options._equivalent",
         old="[value] if has_value else words[1:]",
         new="words[1:]",
         fault="`mpicomm run --machinefile=hosts` suggests a command without the value of the option.",
-        tests="tests/unit/test_run_line.py -k refused_with_the_command",
+        tests="tests/unit/test_foreign_options.py -k refused_with_the_command",
     ),
     Mutant(
         "run_briefly",
         old='None, ""',
         new='process.returncode, ""',
         fault="A launcher that times out at a probe is reported as killed by a signal.",
-        tests="tests/unit/test_restarts.py -k takes_too_long",
+        tests="tests/unit/test_attempts.py -k takes_too_long",
     ),
     Mutant(
         "_check_scheduler",
@@ -898,11 +898,11 @@ else:
         tests="tests/unit/test_jobscript.py -k error_is_one_line",
     ),
     Mutant(
-        "run_line._separated",
+        "foreign_options._separated",
         old="follows.isdecimal()",
         new="True",
         fault="`mpicomm run` prints a note about an option -n of the program that is not a number.",
-        tests="tests/unit/test_run_line.py -k get_no_note",
+        tests="tests/unit/test_foreign_options.py -k get_no_note",
     ),
     Mutant(
         "_Parser.parse_known_args",
@@ -939,7 +939,7 @@ else:
         tests="tests/unit/test_command.py -k warnings_do_not_mix",
     ),
     Mutant(
-        "launch_plan._build",
+        "launching._build",
         old="environment.refuse_ranks(environ, [name for _, name in terminal.processes_above()])",
         fault="`mpicomm run` on each rank of mpirun starts a job for every rank.",
         tests="tests/launch/test_run.py -k a_rank_starts_no_job",

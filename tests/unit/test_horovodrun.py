@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mpicomm.cli import run_line
+from mpicomm.cli import foreign_options
 from mpicomm.cli.main import main
 from mpicomm.errors import LaunchError
 from mpicomm.launch import request
@@ -31,13 +31,13 @@ MIB = 2**20
 )
 @pytest.mark.parametrize("line", ["--horovod {} train.py -np 3", "{} --tag-output --horovod -- python train.py -np 3"])
 def test_an_option_of_horovodrun_is_replaced_and_its_equivalent_reported(line: str, theirs: str, ours: str) -> None:
-    found, notes = run_line.translated(line.format(theirs).split())
+    found, notes = foreign_options.translated(line.format(theirs).split())
     assert found == line.format(ours).split()
     assert notes == [f"horovodrun's {theirs} is {ours}"]
 
 
 def test_options_of_horovods_own_launcher_have_no_effect() -> None:
-    found, notes = run_line.translated(["--horovod", "--mpi", "--verbose", "-n", "2", "train.py", "--mpi"])
+    found, notes = foreign_options.translated(["--horovod", "--mpi", "--verbose", "-n", "2", "train.py", "--mpi"])
     assert found == ["--horovod", "-n", "2", "train.py", "--mpi"]
     assert [note.partition(":")[0] for note in notes] == [
         "horovodrun's --mpi has no effect",
@@ -47,7 +47,7 @@ def test_options_of_horovods_own_launcher_have_no_effect() -> None:
 
 @pytest.mark.parametrize("line", ["-np 4 train.py", "-n 2 train.py --horovod -np 4", "-m train --horovod"])
 def test_other_lines_are_unchanged(line: str) -> None:
-    assert run_line.translated(line.split()) == (line.split(), [])
+    assert foreign_options.translated(line.split()) == (line.split(), [])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpicomm import mpi
-from mpicomm.cli import launch_plan
+from mpicomm.cli import launching
 from mpicomm.errors import LaunchError
 from mpicomm.job import mpi_job
 from mpicomm.launch import environment, mpi_operator
@@ -122,18 +122,18 @@ def test_containers_share_their_variables() -> None:
 
 def test_a_request_without_a_host_file_is_unchanged() -> None:
     request, environ = Request(("train",)), {"PATH": "/bin", "OMPI_MCA_plm_rsh_args": "-o A=1"}
-    assert launch_plan._on_operator_hosts(request, OPEN_MPI, environ) == (request, environ)
+    assert launching._on_operator_hosts(request, OPEN_MPI, environ) == (request, environ)
 
 
 def test_hosts_that_the_user_names_replace_the_host_file() -> None:
     request = Request(("train",), ranks=1, hosts=(Host("a", 1),))
-    changed, environ = launch_plan._on_operator_hosts(request, MPICH, {"HYDRA_HOST_FILE": "/does/not/exist"})
+    changed, environ = launching._on_operator_hosts(request, MPICH, {"HYDRA_HOST_FILE": "/does/not/exist"})
     assert (changed.hosts, changed.forwards_all, environ) == (request.hosts, True, {})
 
 
 def test_a_missing_host_file_is_an_error() -> None:
     with pytest.raises(LaunchError, match=r"cannot read the host file of HYDRA_HOST_FILE: .*\nPass --hosts"):
-        launch_plan._on_operator_hosts(Request(("train",)), MPICH, {"HYDRA_HOST_FILE": "/does/not/exist"})
+        launching._on_operator_hosts(Request(("train",)), MPICH, {"HYDRA_HOST_FILE": "/does/not/exist"})
 
 
 def test_names_that_resolve_later(
@@ -148,11 +148,11 @@ def test_names_that_resolve_later(
             raise socket.gaierror("no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(launch_plan, "_NAME_PAUSE_SECONDS", 0.01)
-    changed, _ = launch_plan._on_operator_hosts(Request(("train",)), MPICH, {"HYDRA_HOST_FILE": str(path)})
+    monkeypatch.setattr(launching, "_NAME_PAUSE_SECONDS", 0.01)
+    changed, _ = launching._on_operator_hosts(Request(("train",)), MPICH, {"HYDRA_HOST_FILE": str(path)})
     assert [host.name for host in changed.hosts] == NAMES
     assert capsys.readouterr().err == f"mpicomm run: waiting for the addresses of 1 hosts: {NAMES[2]}\n"
     calls.clear()
-    monkeypatch.setattr(launch_plan, "_NAME_SECONDS", 0.0)
+    monkeypatch.setattr(launching, "_NAME_SECONDS", 0.0)
     with pytest.raises(LaunchError, match=rf"1 of 3 hosts had no address after 0 s: {NAMES[2]}\nCheck that their pods"):
-        launch_plan._on_operator_hosts(Request(("train",)), MPICH, {"HYDRA_HOST_FILE": str(path)})
+        launching._on_operator_hosts(Request(("train",)), MPICH, {"HYDRA_HOST_FILE": str(path)})

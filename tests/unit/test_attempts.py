@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpicomm.cli import launch_plan, restarts
-from mpicomm.cli.restarts import RestartPolicy
+from mpicomm.cli import attempts, launching
+from mpicomm.cli.attempts import RestartPolicy
 from mpicomm.cli.supervisor import End
 from mpicomm.launch.request import Node, Request, Start
 from mpicomm.recorder.hang_report import HOST_REMEDY
@@ -15,10 +15,10 @@ from mpicomm.recorder.hang_report import HOST_REMEDY
 def test_a_lost_host_is_explained(
     max_restarts: int, may_have_lost_host: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch_plan, "build", lambda *_: Start(("mpiexec",), {}))
-    monkeypatch.setattr(launch_plan, "execute", lambda *_: End(1, None, True, "failed", may_have_lost_host))
-    monkeypatch.setattr(launch_plan, "hosts", lambda *_: ((), False))
-    status = restarts.run(Request(("train.py",)), RestartPolicy(max_restarts), 1.0)
+    monkeypatch.setattr(launching, "build", lambda *_: Start(("mpiexec",), {}))
+    monkeypatch.setattr(launching, "execute", lambda *_: End(1, None, True, "failed", may_have_lost_host))
+    monkeypatch.setattr(launching, "hosts", lambda *_: ((), False))
+    status = attempts.run(Request(("train.py",)), RestartPolicy(max_restarts), 1.0)
     assert status == 1
     is_explained = HOST_REMEDY in capsys.readouterr().err
     assert is_explained == (may_have_lost_host and not max_restarts)
@@ -50,18 +50,18 @@ def test_ranks_that_form_no_job_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("MPICOMM_LAUNCHER", raising=False)
-    monkeypatch.setattr(launch_plan, "build", lambda *_: Start(("mpiexec",), {}, ranks=ranks))
-    monkeypatch.setattr(launch_plan, "execute", lambda *_: end)
-    assert restarts.run(request_, RestartPolicy(), 1.0) == end.status
+    monkeypatch.setattr(launching, "build", lambda *_: Start(("mpiexec",), {}, ranks=ranks))
+    monkeypatch.setattr(launching, "execute", lambda *_: end)
+    assert attempts.run(request_, RestartPolicy(), 1.0) == end.status
     last = capsys.readouterr().err.splitlines()[-1:]
     assert last == (["For one job, call mpicomm.bootstrap() at the start of the program."] if is_expected else [])
 
 
 def test_a_short_program_has_a_status_and_the_output_of_its_ranks() -> None:
     start = Start(("sh", "-c", "echo out; echo err >&2; exit 3"), {"PATH": "/usr/bin:/bin"})
-    assert launch_plan.run_briefly(start) == (3, "out\nerr\n")
+    assert launching.run_briefly(start) == (3, "out\nerr\n")
 
 
 def test_a_short_program_that_takes_too_long_has_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_plan, "_BRIEF_SECONDS", 0.1)
-    assert launch_plan.run_briefly(Start(("sleep", "60"), {"PATH": "/usr/bin:/bin"})) == (None, "")
+    monkeypatch.setattr(launching, "_BRIEF_SECONDS", 0.1)
+    assert launching.run_briefly(Start(("sleep", "60"), {"PATH": "/usr/bin:/bin"})) == (None, "")

@@ -85,7 +85,7 @@ def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...
     """Return the hosts that a request may use, with their number of ranks, and whether srun starts the ranks.
 
     Returns:
-        No hosts if all ranks are on this host, or if the scheduler selects the hosts (`places_ranks`).
+        No hosts if all ranks are on this host, or if the scheduler selects the hosts (`host_selecting_scheduler`).
     """
     job = queries.current_allocation(environ)
     if job is None:
@@ -94,15 +94,15 @@ def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...
         return allocation.with_slots(request.hosts, request.ranks), False
     if isinstance(job, HostAllocation):
         return job.hosts, False
-    if isinstance(job, SlurmAllocation) and not places_ranks(environ):
+    if isinstance(job, SlurmAllocation) and not host_selecting_scheduler(environ):
         names = _nodes_of_slurm(environ)
         is_step = _srun_type(request, mpi.library(), environ) is not None
         return allocation.distributed(names, job.ranks), is_step
     return (), False
 
 
-def places_ranks(environ: Mapping[str, str]) -> str | None:
-    """Return the name of the jobs in which only the scheduler can select the hosts of ranks; None in others."""
+def host_selecting_scheduler(environ: Mapping[str, str]) -> str | None:
+    """Return the scheduler that alone can select the hosts of ranks in this job, for messages; None in other jobs."""
     job = queries.current_allocation(environ)
     if isinstance(job, FluxAllocation):
         return "a Flux instance"

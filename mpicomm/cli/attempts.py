@@ -1,4 +1,4 @@
-"""`mpicomm run --max-restarts`: starts the ranks again after a failure, on the hosts that still answer."""
+"""The attempts of `mpicomm run`: the first, and with `--max-restarts` further ones on the hosts that still answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from mpicomm.cli import launch_plan
+from mpicomm.cli import launching
 from mpicomm.cli.console import failed, print_message
 from mpicomm.cli.supervisor import End
 from mpicomm.errors import LaunchError
@@ -19,8 +19,8 @@ from mpicomm.launch.request import Request
 from mpicomm.recorder.hang_report import HOST_REMEDY
 from mpicomm.settings import PREFIX, STOPPED_STATUS
 
-_PROBES = 16  # hosts that are probed at the same time
-_REQUEUE_SECONDS = 20.0
+_PROBES = 16  # hosts that are probed at the same time: each probe is a launcher on this host
+_REQUEUE_SECONDS = 20.0  # for scontrol; a controller that does not answer by then cannot requeue the job
 _NO_JOB = (
     "no rank has reported that it called mpicomm.bootstrap(). If none has called it, and the program does not connect "
     "its processes in another way (mpi4py, init_process_group), each has run alone, as rank 0 of 1.\n"
@@ -70,17 +70,17 @@ class _Placement:
             return self
 
         def probe(host: Host) -> str:
-            return launch_plan.probe(request, host, os.environ, is_step=self.is_step)
+            return launching.probe(request, host, os.environ, is_step=self.is_step)
 
         with concurrent.futures.ThreadPoolExecutor(_PROBES) as pool:
             reasons = dict(zip(self.hosts, pool.map(probe, self.hosts), strict=True))
-        left = tuple(host for host, reason in reasons.items() if not reason)
-        if len(left) < len(self.hosts):
+        hosts = tuple(host for host, reason in reasons.items() if not reason)
+        if len(hosts) < len(self.hosts):
             lost = ", ".join(host.name for host, reason in reasons.items() if reason)
-            why = "".join(f"\n  {host.name}: {reason}" for host, reason in reasons.items() if reason)
-            print_message("run", f"no response from {lost}; {len(left)} of {len(self.hosts)} hosts are left{why}")
-            self.policy.nodes.check(len(left))
-        return dataclasses.replace(self, hosts=left)
+            lines = "".join(f"\n  {host.name}: {reason}" for host, reason in reasons.items() if reason)
+            print_message("run", f"no response from {lost}; {len(hosts)} of {len(self.hosts)} hosts are left{lines}")
+            self.policy.nodes.check(len(hosts))
+        return dataclasses.replace(self, hosts=hosts)
 
 
 def run(request: Request, policy: RestartPolicy, grace: float) -> int:
@@ -94,8 +94,8 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
     # 1. the first attempt
     placement = _placement(request, policy)
     attempt = _first(request, placement)
-    start = launch_plan.build(attempt, os.environ)
-    end = launch_plan.execute(start, "run", grace)
+    start = launching.build(attempt, os.environ)
+    end = launching.execute(start, "run", grace)
     # 2. restarts
     number = 0
     has_formed_job = end.has_formed_job
@@ -107,12 +107,12 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
             before, placement = placement, placement.answering(request)
             if placement != before:
                 attempt = placement.of(request)
-            start = launch_plan.build(dataclasses.replace(attempt, appends_logs=True), os.environ)
+            start = launching.build(dataclasses.replace(attempt, appends_logs=True), os.environ)
         except LaunchError as error:
             if not (isinstance(error, TooFewHostsError) and _requeue(policy.max_restarts)):
                 failed("run", error)
             return end.status
-        end = launch_plan.execute(start, "run", grace)
+        end = launching.execute(start, "run", grace)
     if end.may_have_lost_host and not policy.max_restarts:
         print_message("run", f"if no rank has printed another cause, a host may have been lost.\n{HOST_REMEDY}")
     if _is_failure(end) and policy.max_restarts:
@@ -138,7 +138,7 @@ def _first(request: Request, placement: _Placement) -> Request:
 
 def _placement(request: Request, policy: RestartPolicy) -> _Placement:
     """Return the hosts of a request, for the first attempt and for all restarts."""
-    job = launch_plan.places_ranks(os.environ)
+    job = launching.host_selecting_scheduler(os.environ)
     if job is not None and policy.selects_hosts:
         raise LaunchError(
             f"--nnodes and --nproc-per-node do not work in {job}, where the scheduler selects the hosts.\n"
@@ -146,7 +146,7 @@ def _placement(request: Request, policy: RestartPolicy) -> _Placement:
         )
     if not policy.selects_hosts and not policy.max_restarts:
         return _Placement((), False, policy)
-    hosts, is_step = launch_plan.hosts(request, os.environ)
+    hosts, is_step = launching.hosts(request, os.environ)
     selected = min(len(hosts), policy.nodes.most or len(hosts)) or 1
     return _Placement(node_range.with_capacity(hosts, selected, request.ranks), is_step, policy)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpicomm.cli import run_line
+from mpicomm.cli import foreign_options
 from mpicomm.cli.main import main
 
 
@@ -22,7 +22,7 @@ from mpicomm.cli.main import main
 def test_an_option_of_another_launcher_is_refused_with_the_command_that_is_meant(
     line: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_line.corrected(line.split()) == meant.split()
+    assert foreign_options.corrected(line.split()) == meant.split()
     with pytest.raises(SystemExit) as caught:
         main(["run", *line.split()])
     assert caught.value.code == 2
@@ -43,7 +43,7 @@ def test_an_option_of_another_launcher_is_refused_with_the_command_that_is_meant
     ],
 )
 def test_options_that_follow_the_program_get_a_note(line: str, options: str, meant: str, kept: str | None) -> None:
-    note = run_line.note(line.split())
+    note = foreign_options.note(line.split())
     name = line.split()[line.startswith("-m")]
     first, command, last = note.splitlines()
     assert first == f"{options} follows {name}, and is passed to it. If it is meant for mpicomm run:"
@@ -57,7 +57,7 @@ def test_options_that_follow_the_program_get_a_note(line: str, options: str, mea
      "train.py --host a --epochs 4", "-m module", "-m", ""],
 )  # fmt: skip
 def test_arguments_of_the_program_get_no_note(line: str) -> None:
-    assert run_line.note(line.split()) is None
+    assert foreign_options.note(line.split()) is None
 
 
 @pytest.mark.parametrize(
