@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     # 1. this host alone
     if _is_alone(environ):
         results = examination.check(facts)
-        if arguments.starts_job and can_start and launchers is not None and launchers.own:
+        if arguments.starts_job and can_start and launchers is not None and launchers.mpiexec_path:
             results += _trial(environ)
         return _report(results, arguments)
     # 2. ranks that cannot form a job
@@ -195,8 +195,8 @@ def _place(finding: Finding, hosts_of_ranks: Sequence[str]) -> str:
     if len(finding.ranks) in (0, len(hosts_of_ranks)):
         return ""
     hosts = {hosts_of_ranks[rank] for rank in finding.ranks}
-    of_hosts = [rank for rank, host in enumerate(hosts_of_ranks) if host in hosts]
-    return f" [{', '.join(sorted(hosts)) if list(finding.ranks) == of_hosts else hang_report.called(finding.ranks)}]"
+    host_ranks = [rank for rank, host in enumerate(hosts_of_ranks) if host in hosts]
+    return f" [{', '.join(sorted(hosts)) if list(finding.ranks) == host_ranks else hang_report.called(finding.ranks)}]"
 
 
 def _many(number: int, noun: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -57,9 +58,9 @@ def check_job(world: World, facts: Facts) -> tuple[list[Finding], list[Link]]:
     from mpicomm.job import devices, interfaces
 
     # 1. the findings and the facts of each rank
-    own = check(facts)
+    own_findings = check(facts)
     if world.comm is not None:
-        own += launcher_check.check_threads(has_threads=mpi.serves_threads())
+        own_findings += launcher_check.check_threads(has_threads=mpi.serves_threads())
     software = facts[software_check]
     versions = dict(software.versions)
     if software.library is not None:
@@ -74,18 +75,20 @@ def check_job(world: World, facts: Facts) -> tuple[list[Finding], list[Link]]:
         interface_to_rank_0=interfaces.towards(world.master_addr),
         gpus=tuple(devices.visible_gpus()),
     )
-    of_ranks = collectives.all_gather_object((own, rank_facts))
+    gathered = collectives.all_gather_object((own_findings, rank_facts))
+    findings_by_rank = [rank_findings for rank_findings, _ in gathered]
+    facts_by_rank = [rank_facts for _, rank_facts in gathered]
     # 2. the links between hosts, or between the ranks of one host
     members = [world.nodes.index(node) for node in range(world.num_nodes)]
     names = {rank: world.hosts[rank] for rank in members}
     if world.num_nodes == 1:
         members = list(range(world.size))
         names = {rank: f"rank {rank}" for rank in members}
-    measured = collectives.all_gather_object(links.measure(world.rank, members))
-    all_links = sorted((link for of_rank in measured for link in of_rank), key=lambda link: link.ranks)
+    links_by_rank = collectives.all_gather_object(links.measure(world.rank, members))
+    all_links = sorted(itertools.chain.from_iterable(links_by_rank), key=lambda link: link.ranks)
     # 3. their judgement
     return [
-        *findings.merged([of_rank for of_rank, _ in of_ranks]),
-        *job_check.check([of_rank for _, of_rank in of_ranks]),
+        *findings.merged(findings_by_rank),
+        *job_check.check(facts_by_rank),
         *job_check.check_links(all_links, links.outliers(all_links), names, on_one_host=world.num_nodes == 1),
     ], all_links

@@ -51,17 +51,13 @@ def from_error(check: str, error: object) -> Finding:
     return problem(check, "\n".join(lines[:end]), remedy)
 
 
-def merged(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return the findings of all ranks, with equal ones in one.
-
-    Args:
-        of_ranks: The findings of each rank, by rank.
-    """
-    ranks: dict[Finding, list[int]] = collections.defaultdict(list)
-    for rank, findings in enumerate(of_ranks):
+def merged(findings_by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Return each different finding once, with its ranks."""
+    ranks_by_finding: dict[Finding, list[int]] = collections.defaultdict(list)
+    for rank, findings in enumerate(findings_by_rank):
         for finding in findings:
-            ranks[finding].append(rank)
-    return [dataclasses.replace(finding, ranks=tuple(having)) for finding, having in ranks.items()]
+            ranks_by_finding[finding].append(rank)
+    return [dataclasses.replace(finding, ranks=tuple(ranks)) for finding, ranks in ranks_by_finding.items()]
 
 
 def worst(findings: Iterable[Finding]) -> Status:

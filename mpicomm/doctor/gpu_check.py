@@ -71,20 +71,20 @@ def collect(environ: Mapping[str, str]) -> GPUFacts:
 def check(facts: GPUFacts) -> list[Finding]:
     """Return the findings about the GPUs."""
     if facts.names:
-        return [ok("GPUs", _shown(facts)), *_check_peers(facts)]
+        return [ok("GPUs", _format_gpus(facts)), *_check_peers(facts)]
     if not (facts.devices or facts.listed or facts.assigned):
         return [ok("GPUs", "none: tensors are on the CPU")]
     if facts.visible in ("", "-1", "NoDevFiles"):
         message = f"CUDA_VISIBLE_DEVICES={facts.visible} hides the GPUs of this host"
         return [warning("GPUs", message, "Unset it, or ask the scheduler for GPUs, to use them.")]
-    having = f"{facts.assigned} assigns GPUs" if facts.assigned else f"this host has {_count(facts)}"
+    reason = f"{facts.assigned} assigns GPUs" if facts.assigned else f"this host has {_count(facts)}"
     if not facts.build:
         remedy = "Install a torch with CUDA: https://pytorch.org/get-started shows the command for this driver."
-        return [problem("GPUs", f"{having}, but torch was built without CUDA", remedy)]
+        return [problem("GPUs", f"{reason}, but torch was built without CUDA", remedy)]
     remedy = "Run `nvidia-smi` here"
     if facts.listed:
         remedy = f"Install a torch for an older CUDA, or a newer driver (`nvidia-smi` shows {facts.listed[0]})"
-    return [problem("GPUs", f"{having}, but torch (CUDA {facts.build}) finds no working driver", f"{remedy}.")]
+    return [problem("GPUs", f"{reason}, but torch (CUDA {facts.build}) finds no working driver", f"{remedy}.")]
 
 
 def _check_peers(facts: GPUFacts) -> list[Finding]:
@@ -100,7 +100,7 @@ def _check_peers(facts: GPUFacts) -> list[Finding]:
     ]
 
 
-def _shown(facts: GPUFacts) -> str:
+def _format_gpus(facts: GPUFacts) -> str:
     models = {name: facts.names.count(name) for name in facts.names}
     driver = f", driver {facts.listed[0].rpartition(',')[2].strip()}" if facts.listed else ""
     return f"{', '.join(f'{count} x {name}' for name, count in models.items())}, CUDA {facts.build}{driver}"

@@ -94,14 +94,14 @@ def _check_versions(ranks: Sequence[RankFacts]) -> list[Finding]:
         by_version = agreement.ranks_by_value(versions, range(len(ranks)))
         if len(by_version) == 1:
             continue
-        shown = "; ".join(f"{version} on {_on(ranks, members)}" for version, members in by_version.items())
-        finding_of = warning if name in _MAY_DIFFER else problem
+        shown = "; ".join(f"{version} on {_name_hosts(ranks, members)}" for version, members in by_version.items())
+        report = warning if name in _MAY_DIFFER else problem
         remedy = "Install the same version on all hosts, or start all ranks in the same environment or container."
-        results.append(finding_of("versions of hosts", f"{name} differs: {shown}", remedy))
+        results.append(report("versions of hosts", f"{name} differs: {shown}", remedy))
     return results or [ok("versions of hosts", "the same on all ranks")]
 
 
-def _on(ranks: Sequence[RankFacts], members: Sequence[int]) -> str:
+def _name_hosts(ranks: Sequence[RankFacts], members: Sequence[int]) -> str:
     """Return the hosts of ranks; the ranks themselves if another rank on the same host is not among them."""
     hosts = {ranks[rank].host for rank in members}
     is_exact = all(facts.rank in members for facts in ranks if facts.host in hosts)
@@ -111,22 +111,22 @@ def _on(ranks: Sequence[RankFacts], members: Sequence[int]) -> str:
 def _check_binding(members: Sequence[RankFacts]) -> list[Finding]:
     """Check that the ranks of a node do not share fewer CPUs than they are."""
     host = members[0].host
-    cpus_of_ranks = [facts.processors.cpus for facts in members]
-    by_cpus = agreement.ranks_by_value(cpus_of_ranks, [facts.rank for facts in members])
+    cpus_by_rank = [facts.processors.cpus for facts in members]
+    by_cpus = agreement.ranks_by_value(cpus_by_rank, [facts.rank for facts in members])
     results = []
     for cpus, ranks in by_cpus.items():
         if len(ranks) <= len(cpus):
             continue
-        of_host = members[0].processors.cpus_of_host
-        if len(cpus) < of_host:
+        host_cpus = members[0].processors.cpus_of_host
+        if len(cpus) < host_cpus:
             message = (
                 f"{hang_report.called(ranks)} on {host} are bound to the same CPUs, {hang_report.ranges(cpus)} "
-                f"of {of_host}, and wait for each other"
+                f"of {host_cpus}, and wait for each other"
             )
             remedy = "Give each rank its own cores: `mpirun --bind-to core`, `srun --cpus-per-task=N --cpu-bind=cores`."
         else:
-            message = f"{len(ranks)} ranks on {host} share {of_host} CPUs (oversubscription), and wait for each other"
-            remedy = f"Start at most {of_host} ranks per host, except for tests."
+            message = f"{len(ranks)} ranks on {host} share {host_cpus} CPUs (oversubscription), and wait for each other"
+            remedy = f"Start at most {host_cpus} ranks per host, except for tests."
         results.append(warning("binding", message, remedy))
     return results or [ok("binding", f"{host}: a CPU for each of {len(members)} ranks")]
 
@@ -166,9 +166,9 @@ def _check_networks(hosts: Sequence[RankFacts]) -> list[Finding]:
     used = {facts.interface_to_rank_0 for facts in hosts} - {None, "lo"}
     chosen = ",".join(sorted(map(str, used))) or "NAME"
     variables = f"  export GLOO_SOCKET_IFNAME={chosen} NCCL_SOCKET_IFNAME={chosen}"
-    for (name, address), having in owners.items():
-        if len(having) > 1:
-            message = f"{', '.join(having)} have the same address, {address} on {name}: ranks connect to themselves"
+    for (name, address), names in owners.items():
+        if len(names) > 1:
+            message = f"{', '.join(names)} have the same address, {address} on {name}: ranks connect to themselves"
             exclude = f"or exclude it from Open MPI: export OMPI_MCA_btl_tcp_if_exclude=lo,{name}"
             remedy = f"Select the network between the hosts:\n{variables}\n{exclude}"
             results.append(warning("networks", message, remedy))

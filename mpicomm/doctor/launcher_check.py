@@ -17,8 +17,9 @@ from mpicomm.launch.mpi_library import Library
 COMMANDS = ("mpirun", "mpiexec")
 """The commands that users type."""
 
-_LIST_OF_SRUN = "MPI plugin types are"
+_SRUN_LIST_HEAD = "MPI plugin types are"
 _PROGRAM = "python train.py"  # in remedies
+_SHOWN_LINES = 8  # of the output of a failed job: the end of a traceback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +28,10 @@ class LauncherFacts:
 
     library: Library
     environ: Mapping[str, str]
-    in_path: Mapping[str, tuple[str, str]]
+    found_in_path: Mapping[str, tuple[str, str]]
     """For each of `COMMANDS` in PATH, its path and the output of `--version`."""
 
-    own: str = ""
+    mpiexec_path: str = ""
     """The path of the mpiexec of the library; empty without one."""
 
     not_found: str = ""
@@ -67,12 +68,12 @@ def collect(environ: Mapping[str, str]) -> LauncherFacts | None:
         library = mpi.library()
     except MPINotFoundError:  # software_check reports it
         return None
-    path, own, not_found = environ.get("PATH", ""), "", ""
+    path, mpiexec_path, not_found = environ.get("PATH", ""), "", ""
     try:
-        own = queries.mpiexec(library, path)
+        mpiexec_path = queries.mpiexec(library, path)
     except LaunchError as error:
         not_found = str(error)
-    in_path = {
+    found_in_path = {
         name: (command, queries.constant_output(command, "--version"))
         for name in COMMANDS
         if (command := shutil.which(name, path=path)) is not None
@@ -81,7 +82,13 @@ def collect(environ: Mapping[str, str]) -> LauncherFacts | None:
     with contextlib.suppress(LaunchError):
         job = queries.current_allocation(environ)
     return LauncherFacts(
-        library, environ, in_path, own, not_found, queries.srun_list(), "" if job is None else job.title
+        library,
+        environ,
+        found_in_path,
+        mpiexec_path,
+        not_found,
+        srun_list=queries.srun_list(),
+        scheduler="" if job is None else job.title,
     )
 
 
@@ -106,30 +113,31 @@ def _check_start(facts: LauncherFacts) -> list[Finding]:
 
 def _check_mpiexec(facts: LauncherFacts) -> list[Finding]:
     library, is_plain = facts.library, _is_plain(facts.environ)
-    others = {path: None for path, output in facts.in_path.values() if library.is_of_other_mpi(output)}
+    others = {path: None for path, output in facts.found_in_path.values() if library.is_of_other_mpi(output)}
     has_srun = bool(facts.scheduler and library.srun_type_in(facts.srun_list, facts.environ))
     name = f"{library.vendor} {library.version}"
-    if not facts.own:
+    if not facts.mpiexec_path:
         fault = from_error("mpiexec", facts.not_found)
         return [dataclasses.replace(fault, status="warning") if has_srun or not is_plain else fault]
     if not others:
-        advice = "" if facts.in_path else f", not in PATH: start with `mpicomm run`, or add {Path(facts.own).parent}"
-        return [ok("mpiexec", f"{facts.own} of {name}{advice}")]
+        directory = Path(facts.mpiexec_path).parent
+        advice = "" if facts.found_in_path else f", not in PATH: start with `mpicomm run`, or add {directory}"
+        return [ok("mpiexec", f"{facts.mpiexec_path} of {name}{advice}")]
     commands = " and ".join(Path(other).name for other in others)
-    finding_of = warning if has_srun or not is_plain else problem
+    report = warning if has_srun or not is_plain else problem
     return [
-        finding_of(
+        report(
             "mpiexec",
             f"PATH has {commands} of another MPI than {name}, which mpi4py loads: their ranks cannot form one job "
             f"({', '.join(others)})",
             f"Start with `mpicomm run -n 4 train.py`, or with the launcher of {library.vendor}:\n"
-            f"  {facts.own} -n 4 python train.py",
+            f"  {facts.mpiexec_path} -n 4 python train.py",
         )
     ]
 
 
 def _check_srun(facts: LauncherFacts) -> list[Finding]:
-    _, is_list, listed = facts.srun_list.partition(_LIST_OF_SRUN)
+    _, is_list, listed = facts.srun_list.partition(_SRUN_LIST_HEAD)
     if not is_list:  # no Slurm, or one that is installed without a cluster
         return []
     library, listed = facts.library, ", ".join(listed.strip(". \n").split())
@@ -166,9 +174,9 @@ def check_trial_job(job: TrialJob) -> list[Finding]:
         ]
     if job.status != 0 or job.size != 2:
         lines = [line for line in job.output.splitlines() if line.strip()]
-        why = f"exited with status {job.status}" if job.status else f"formed a world of size {job.size}"
-        shown = "".join(f"\n  {line}" for line in lines[-8:])
-        return [problem("test job", f"two ranks {why}: {job.command}", f"Correct the cause that they print:{shown}")]
+        reason = f"exited with status {job.status}" if job.status else f"formed a world of size {job.size}"
+        shown = "".join(f"\n  {line}" for line in lines[-_SHOWN_LINES:])
+        return [problem("test job", f"two ranks {reason}: {job.command}", f"Correct the cause that they print:{shown}")]
     return [
         ok("test job", f"{job.command.split()[0]} started two ranks, which formed one job"),
         *check_threads(has_threads=job.has_threads),

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 2**22
-_SMALL_REPEATS, _LARGE_REPEATS = 20, 2
+_SMALL_REPEATS, _LARGE_REPEATS = 20, 2  # of one batch: milliseconds, so that hundreds of hosts take a minute
 _BATCHES = 5  # the fastest counts: other processes can only slow a batch down
 _SCALE = 1.4826  # of the median absolute deviation, so that it estimates the standard deviation of normal samples
-_DEVIATIONS = 5.0
+_DEVIATIONS = 5.0  # scaled MADs from the median: of normal samples, fewer than one in a million is farther away
 _FACTOR = 2.0  # from the median, which excludes differences between sockets and switches
 _MESSAGES = ((_SMALL_BYTES, _SMALL_REPEATS), (_LARGE_BYTES, _LARGE_REPEATS))
 
@@ -69,13 +69,13 @@ def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
     The circle method: one member stays in its place, the others rotate. An odd member rests in each round.
     """
     circle: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
-    pairs_of_rounds = []
+    rounds_of_pairs = []
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        pairs_of_rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        rounds_of_pairs.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
         circle = [circle[0], circle[-1], *circle[1:-1]]
-    return pairs_of_rounds
+    return rounds_of_pairs
 
 
 def measure(rank: int, members: Sequence[int]) -> list[Link]:
@@ -115,28 +115,30 @@ def outliers(links: Sequence[Link]) -> list[Outlier]:
     rule is robust: worse than the median by more than 5 scaled median absolute deviations (MAD), and by a factor of 2.
     """
     return [
-        *_outliers_of("latency", "us", {link.ranks: link.microseconds for link in links}, min),
-        *_outliers_of("bandwidth", "GB/s", {link.ranks: link.gigabytes for link in links}, max),
+        *_find_outliers("latency", "us", {link.ranks: link.microseconds for link in links}, min),
+        *_find_outliers("bandwidth", "GB/s", {link.ranks: link.gigabytes for link in links}, max),
     ]
 
 
-def _outliers_of(
+def _find_outliers(
     quantity: str, unit: str, values: Mapping[tuple[int, int], float], best: Callable[..., float]
 ) -> list[Outlier]:
     higher_is_better = best is max
     members = sorted(set(itertools.chain.from_iterable(values)))
-    best_of = {member: best(value for pair, value in values.items() if member in pair) for member in members}
+    best_by_member = {member: best(value for pair, value in values.items() if member in pair) for member in members}
     # 1. members without a good link; with two members, both have only one link
-    bad = worse([best_of[member] for member in members], higher_is_better=higher_is_better) if len(members) > 2 else []
-    slow_members = [members[index] for index in bad]
+    slow_members = []
+    if len(members) > 2:
+        bests = [best_by_member[member] for member in members]
+        slow_members = [members[index] for index in worse(bests, higher_is_better=higher_is_better)]
     # 2. pairs of the other members
     pairs = [pair for pair in values if not set(pair).intersection(slow_members)]
     slow_pairs = [pairs[index] for index in worse([values[pair] for pair in pairs], higher_is_better=higher_is_better)]
-    of_members = statistics.median(best_of.values()) if members else 0.0
-    of_pairs = statistics.median(values[pair] for pair in pairs) if pairs else 0.0
+    member_median = statistics.median(best_by_member.values()) if members else 0.0
+    pair_median = statistics.median(values[pair] for pair in pairs) if pairs else 0.0
     return [
-        *(Outlier((member,), quantity, best_of[member], of_members, unit) for member in slow_members),
-        *(Outlier(pair, quantity, values[pair], of_pairs, unit) for pair in slow_pairs),
+        *(Outlier((member,), quantity, best_by_member[member], member_median, unit) for member in slow_members),
+        *(Outlier(pair, quantity, values[pair], pair_median, unit) for pair in slow_pairs),
     ]
 
 

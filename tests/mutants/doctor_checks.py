@@ -20,7 +20,7 @@ MUTANTS = [
         tests="tests/unit/test_doctor.py -k test_equal_findings_of_ranks_are_one",
     ),
     Mutant(
-        "_outliers_of",
+        "_find_outliers",
         old="[pair for pair in values if not set(pair).intersection(slow_members)]",
         new="list(values)",
         fault="The doctor reports each link of a slow host in addition to the host.",
@@ -90,7 +90,7 @@ MUTANTS = [
         tests="tests/unit/test_doctor.py -k binding",
     ),
     Mutant(
-        "job_check._on",
+        "job_check._name_hosts",
         old="all(facts.rank in members for facts in ranks if facts.host in hosts)",
         new="True",
         fault="The doctor names the host instead of the rank if the versions of two ranks of one host differ.",

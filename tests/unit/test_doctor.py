@@ -45,7 +45,11 @@ SOFTWARE = SoftwareFacts(
     OPEN_MPI,
 )
 LAUNCHERS = LauncherFacts(
-    OPEN_MPI, {}, {"mpirun": ("/opt/ompi/bin/mpirun", OPEN_MPIS_OUTPUT)}, own="/opt/ompi/bin/mpiexec", srun_list=SRUN
+    OPEN_MPI,
+    {},
+    found_in_path={"mpirun": ("/opt/ompi/bin/mpirun", OPEN_MPIS_OUTPUT)},
+    mpiexec_path="/opt/ompi/bin/mpiexec",
+    srun_list=SRUN,
 )
 MEMORY = MemoryFacts(0, "0", 2**34, 2**33, "madvise")
 LIMITS = LimitFacts(10, 1024, 2**20, 2**16)
@@ -135,12 +139,16 @@ OF_MPICH = {"mpirun": ("/usr/bin/mpirun", HYDRAS_OUTPUT), "mpiexec": ("/usr/bin/
 @pytest.mark.parametrize(
     ("changes", "expected", "shown"),
     [
-        ({"in_path": OF_MPICH}, [("mpiexec", "problem")], "PATH has mpirun and mpiexec of another MPI than Open MPI"),
-        ({"in_path": OF_MPICH}, [("mpiexec", "problem")], "/opt/ompi/bin/mpiexec -n 4 python train.py"),
-        ({"in_path": OF_MPICH, "scheduler": "Slurm"}, [("mpiexec", "warning")], "mpicomm run"),
-        ({"in_path": {"mpiexec": ("/opt/site/mpiexec", "Site launcher 3")}}, [], "/opt/ompi/bin/mpiexec of Open MPI"),
-        ({"in_path": {}}, [], "not in PATH: start with `mpicomm run`, or add /opt/ompi/bin"),
-        ({"own": "", "not_found": "mpiexec was not found.\nInstall it"}, [("mpiexec", "problem")], "Install it"),
+        ({"found_in_path": OF_MPICH}, [("mpiexec", "problem")], "PATH has mpirun and mpiexec of another MPI than Open"),
+        ({"found_in_path": OF_MPICH}, [("mpiexec", "problem")], "/opt/ompi/bin/mpiexec -n 4 python train.py"),
+        ({"found_in_path": OF_MPICH, "scheduler": "Slurm"}, [("mpiexec", "warning")], "mpicomm run"),
+        ({"found_in_path": {"mpiexec": ("/site/mpiexec", "Site launcher 3")}}, [], "/opt/ompi/bin/mpiexec of Open MPI"),
+        ({"found_in_path": {}}, [], "not in PATH: start with `mpicomm run`, or add /opt/ompi/bin"),
+        (
+            {"mpiexec_path": "", "not_found": "mpiexec was not found.\nInstall it"},
+            [("mpiexec", "problem")],
+            "Install it",
+        ),
         ({"srun_list": ""}, [], "plain python"),
         ({"srun_list": "srun: error: Could not establish a configuration source"}, [], "plain python"),
         ({"srun_list": SRUN.replace("pmix", "none")}, [("srun", "warning")], "which needs pmix: none, pmi2, none"),
