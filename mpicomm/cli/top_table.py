@@ -12,7 +12,7 @@ from rich.table import Table
 from mpicomm import terminal
 from mpicomm.cli.job_observer import JobStatus
 from mpicomm.recorder import hang_report
-from mpicomm.recorder.status import ExitedRank, NotResponding, RankStatus, Status
+from mpicomm.recorder.status import ExitedRank, NotResponding, Status
 
 _TITLES = ("rank", "host", "operation", "line", "seconds", "bytes/s", "memory")
 _GPU_TITLES = ("GPU memory", "GPU %")
@@ -46,7 +46,7 @@ class RankRow:
 def rows(status: JobStatus) -> list[RankRow]:
     """Return one row per rank."""
     pairs = zip(status.hosts, status.statuses, strict=True)
-    return [_row(rank, host, each) for rank, (host, each) in enumerate(pairs)]
+    return [_row(rank, host, rank_status) for rank, (host, rank_status) in enumerate(pairs)]
 
 
 def as_json(status: JobStatus) -> dict[str, Any]:
@@ -61,11 +61,11 @@ def as_json(status: JobStatus) -> dict[str, Any]:
     }
 
 
-def table(found: Sequence[RankRow]) -> Table:
+def table(ranks: Sequence[RankRow]) -> Table:
     """Return the table; it has columns for the GPU if a rank has one."""
-    has_gpu = any(row.gpu_memory is not None or row.gpu_utilization is not None for row in found)
+    has_gpu = any(row.gpu_memory is not None or row.gpu_utilization is not None for row in ranks)
     titles = [*_TITLES, *(_GPU_TITLES if has_gpu else ())]
-    cells = [_cells(row)[: len(titles)] for row in found]
+    cells = [_cells(row)[: len(titles)] for row in ranks]
     return terminal.table(titles, cells, right=("rank", "seconds", "bytes/s", "memory", *_GPU_TITLES))
 
 
@@ -74,19 +74,12 @@ def _row(rank: int, host: str, status: Status) -> RankRow:
         text = f"not responding{': ' if status.state else ''}{status.state}"
         return RankRow(rank, host, "not_responding", text, seconds=round(status.seconds, 3))
     if isinstance(status, ExitedRank):
-        how = "at the end of its program" if status.status is None else f"with status {status.status}"
-        return RankRow(rank, host, "exited", f"exited {how}", seconds=round(status.seconds, 3))
-    return dataclasses.replace(
-        _position(rank, host, status),
-        **({} if status.usage is None else vars(status.usage)),
-    )
-
-
-def _position(rank: int, host: str, status: RankStatus) -> RankRow:
-    if not status.running:
-        return RankRow(rank, host, "computing", line=status.main)
-    longest = max(status.running, key=lambda each: each.seconds or 0.0)
-    return RankRow(rank, host, "in_operation", hang_report.operation(longest), longest.where, longest.seconds)
+        return RankRow(rank, host, "exited", f"exited {status.manner}", seconds=round(status.seconds, 3))
+    usage = {} if status.usage is None else vars(status.usage)
+    if (longest := status.longest) is None:
+        return RankRow(rank, host, "computing", line=status.main, **usage)
+    text = hang_report.operation(longest)
+    return RankRow(rank, host, "in_operation", text, longest.where, longest.seconds, **usage)
 
 
 def _cells(row: RankRow) -> list[str]:

@@ -140,10 +140,8 @@ def _position(row: Status, host: str) -> tuple[str, float]:
         state = f": {row.state}" if row.state else ""
         return f"not responding for {_SECONDS} on {host}{state}", row.seconds
     if isinstance(row, ExitedRank):
-        how = "at the end of its program" if row.status is None else f"with status {row.status}"
-        return f"exited {_SECONDS} ago {how}", row.seconds
-    if row.running:
-        longest = max(row.running, key=lambda info: info.seconds or 0.0)
+        return f"exited {_SECONDS} ago {row.manner}", row.seconds
+    if (longest := row.longest) is not None:
         more = len(row.running) - 1
         beside = f" (and {more} more operation{'s' if more > 1 else ''})" if more else ""
         return f"in {operation(longest)}, at {longest.where}, for {_SECONDS}{beside}", longest.seconds or 0.0

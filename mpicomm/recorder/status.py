@@ -44,6 +44,11 @@ class RankStatus(Message):
     sequences: dict[str, int]  # by group: the number of collectives called
     usage: Usage | None = None  # if `CollectStatus` asks for it
 
+    @property
+    def longest(self) -> OperationInfo | None:
+        """The operation in which the rank has been longest; None if it is in no operation."""
+        return max(self.running, key=lambda operation: operation.seconds or 0.0, default=None)
+
 
 class NotResponding(Message):
     """The report of a hub in place of the status of a rank that does not answer."""
@@ -57,6 +62,11 @@ class ExitedRank(Message):
 
     status: int | None  # None at the end of its program
     seconds: float  # since its exit
+
+    @property
+    def manner(self) -> str:
+        """How the rank exited, for messages."""
+        return "at the end of its program" if self.status is None else f"with status {self.status}"
 
 
 Status: TypeAlias = RankStatus | NotResponding | ExitedRank

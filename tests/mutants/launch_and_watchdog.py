@@ -912,13 +912,6 @@ else:
         tests="tests/unit/test_jobscript.py -k after_the_dashes",
     ),
     Mutant(
-        "top_table._position",
-        old="max(status.running, key=lambda each: each.seconds or 0.0)",
-        new="status.running[0]",
-        fault="`mpicomm top` shows the first of several running operations instead of the longest.",
-        tests="tests/unit/test_top.py -k row_of_each_state",
-    ),
-    Mutant(
         "top.run",
         old="chosen = exact or chosen",
         fault="`mpicomm top run-1` is refused if there is a job run-10.",

@@ -367,9 +367,9 @@ MUTANTS = [
         tests="tests/unit/test_dump_files.py -k only_this_user",
     ),
     Mutant(
-        "hang_report._position",
-        old="max(row.running, key=lambda info: info.seconds or 0.0)",
-        new="row.running[-1]",
+        "RankStatus.longest",
+        old="max(self.running, key=lambda operation: operation.seconds or 0.0, default=None)",
+        new="self.running[-1] if self.running else None",
         fault="A hang report shows the latest of several running operations instead of the longest.",
         tests="tests/unit/test_hang_report.py -k of_several_operations",
     ),
