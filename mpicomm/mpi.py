@@ -247,6 +247,16 @@ def job_comm(*, by_all: bool = False) -> Intracomm:
     return _job_comm or initialize(by_all=by_all)
 
 
+def ranks_within(comm: Intracomm, base: Intracomm) -> list[int]:
+    """Return the ranks in `base` of the ranks of `comm`; MPI.UNDEFINED for those that it does not contain."""
+    base_group, group = base.Get_group(), comm.Get_group()
+    try:
+        return list(group.Translate_ranks(None, base_group))
+    finally:
+        base_group.Free()
+        group.Free()
+
+
 def set_job_comm(comm: Intracomm | None) -> None:
     """Set the job's communicator; None after `shutdown()`."""
     global _job_comm  # noqa: PLW0603  MPI's state is the process's, and so is this

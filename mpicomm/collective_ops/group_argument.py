@@ -136,12 +136,7 @@ def _of_topology(name: str, operation: str) -> Any:
 
 
 def _of_comm(comm: Any, operation: str) -> Any:
-    base, here = mpi.job_comm().Get_group(), comm.Get_group()
-    try:
-        ranks = list(here.Translate_ranks(None, base))
-    finally:
-        base.Free()
-        here.Free()
+    ranks = mpi.ranks_within(comm, mpi.job_comm())
     if comm.Is_inter() or mpi.api().UNDEFINED in ranks or ranks != sorted(ranks):
         raise ValueError(
             f"{operation}: group must be an intracommunicator of the job's ranks in ascending order, "

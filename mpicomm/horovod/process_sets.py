@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpicomm import arguments
+from mpicomm import arguments, mpi
 from mpicomm.horovod.process_set_engine import ProcessSetEngine
 from mpicomm.horovod.timeline_file import HorovodTimeline
 from mpicomm.horovod.variables import Variables, is_set
@@ -134,7 +134,7 @@ class _Registry:
                 )
 
     def add(self, process_set: ProcessSet) -> bool:
-        """Register a set (collective over all ranks). Returns False if there is one with these ranks."""
+        """Register a set (collective over all ranks). Returns False if a set of these ranks is registered."""
         ranks = _ranks_of(process_set)
         if any(registered.ranks == ranks for registered in self.sets.values()):
             return False
@@ -181,10 +181,8 @@ def _ranks_of(process_set: ProcessSet) -> list[int]:
     world = session.current_world()
     ranks = process_set.ranks
     if ranks is None:
-        base, group = world.comm.Get_group(), process_set.mpi_comm.Get_group()  # type: ignore[union-attr]
-        ranks = sorted(group.Translate_ranks(None, base))
-        base.Free()
-        group.Free()
+        assert world.comm is not None  # the user has a communicator of mpi4py
+        ranks = sorted(mpi.ranks_within(process_set.mpi_comm, world.comm))
     if len(set(ranks)) != len(ranks) or not all(0 <= rank < world.size for rank in ranks):
         raise ValueError(
             f"process set: ranks must be different ranks from 0 to {world.size - 1}, got {ranks}.\nPass each rank once."
