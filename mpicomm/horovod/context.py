@@ -12,7 +12,7 @@ import torch
 
 from mpicomm import mpi
 from mpicomm.errors import LaunchError, raised_on_all_ranks
-from mpicomm.horovod.process_sets import DYNAMIC, ProcessSet, registry
+from mpicomm.horovod.process_sets import DYNAMIC_VARIABLE, ProcessSet, registry
 from mpicomm.horovod.variables import is_set
 from mpicomm.job import bootstrap, session
 from mpicomm.job.session import World
@@ -41,7 +41,7 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
             raise ValueError(
                 f"init: process_sets must be 'dynamic' or a list, got {process_sets!r}.\nPass one of these."
             )
-        os.environ[DYNAMIC] = "1"
+        os.environ[DYNAMIC_VARIABLE] = "1"
         process_sets = ()
     communicator: Any = comm if hasattr(comm, "Get_group") else None
     world = bootstrap.bootstrap(comm=communicator, **_recovery_options())

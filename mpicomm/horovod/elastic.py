@@ -348,7 +348,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                     commits_at_error = state.num_commits
                 state.restore()
                 needs_sync = True
-            _reset()
+            _rejoin_job()
             state.on_reset()
 
     return wrapper
@@ -368,7 +368,7 @@ def _has_failed_rank() -> bool:
     return failures is not None and failures.find()
 
 
-def _reset() -> None:
+def _rejoin_job() -> None:
     """Form the job anew, without the failed ranks (collective over the others)."""
     try:
         if _has_failed_rank():
@@ -378,4 +378,4 @@ def _reset() -> None:
     except (HorovodInternalError, RankFailedError):
         if not _has_failed_rank():
             raise
-        _reset()  # another rank has failed
+        _rejoin_job()  # another rank has failed

@@ -256,7 +256,7 @@ class StallCheck:
         self._shutdown_after = variables.stall_shutdown_seconds
         self._reported: dict[str, float] = {}
 
-    def run(self) -> str:
+    def report_stalls(self) -> str:
         """Report the names that have waited for longer than the limit.
 
         Returns:

@@ -55,7 +55,7 @@ class ProcessSetEngine:
         )
         self._stall_check = StallCheck(self._negotiation, variables, is_reporter=calls.rank == 0)
         self._operations = DataOperations(calls, variables.fusion_threshold)
-        self._driver = threading.Lock()  # held by the thread that runs a cycle
+        self._cycle_lock = threading.Lock()  # held by the thread that runs a cycle
         self._lock = threading.Lock()  # guards the following
         self._pending: dict[str, Submission] = {}
         self._new: list[Submission] = []
@@ -67,7 +67,7 @@ class ProcessSetEngine:
         self._closed: BaseException | None = None  # why operations can no longer complete
         self._gpu = ThreadDevice()
         self._timer = WakeTimer()
-        self._sleep()
+        self._arm_timer()
         self._thread = threading.Thread(target=self._run, name=f"mpicomm-{name}", daemon=True)
         self._thread.start()
 
@@ -123,7 +123,7 @@ class ProcessSetEngine:
             self._num_waiting += 1
         try:
             while not submission.is_done:
-                with self._driver:
+                with self._cycle_lock:
                     has_progress = submission.is_done or self._cycle()
                 if not has_progress:
                     time.sleep(self._cycle_seconds)
@@ -131,7 +131,7 @@ class ProcessSetEngine:
             with self._lock:
                 self._num_waiting -= 1
                 if not self._num_waiting:
-                    self._sleep()
+                    self._arm_timer()
 
     def run_barrier(self, name: str) -> None:
         """Wait until all ranks of the process set have called this with the same name (collective)."""
@@ -141,7 +141,7 @@ class ProcessSetEngine:
         """Shut the process set down on all its ranks: pending operations fail (collective)."""
         self._is_closing = True
         while self._closed is None:
-            with self._driver:
+            with self._cycle_lock:
                 if self._closed is None:
                     self._cycle()
         self._timer.set(_NOW_NS)
@@ -154,7 +154,7 @@ class ProcessSetEngine:
     # -- cycles ----------------------------------------------------------------------------------------------------
 
     def _cycle(self) -> bool:
-        """Run one cycle (collective); the caller holds `_driver`. Returns whether an operation has completed."""
+        """Run one cycle (collective); the caller holds `_cycle_lock`. Returns whether an operation has completed."""
         with self._lock:
             new, self._new = self._new, []
         try:
@@ -163,7 +163,7 @@ class ProcessSetEngine:
             ready, is_closing = self._negotiation.run_round(new, is_closing=self._is_closing)
             if ready:
                 self._complete(ready)
-            if self._negotiation.announced and (reason := self._stall_check.run()):
+            if self._negotiation.announced and (reason := self._stall_check.report_stalls()):
                 self._is_closing, self._reason = True, reason
         except BaseException as error:
             self._fail(error)
@@ -204,24 +204,24 @@ class ProcessSetEngine:
         while self._closed is None:
             self._timer.wait()
             self._gpu.enter()
-            self._drive()
+            self._run_cycles()
 
-    def _drive(self) -> None:
+    def _run_cycles(self) -> None:
         """Run cycles until nothing is pending, at least one; leave them to threads that wait."""
         while self._closed is None:
             with self._lock:
                 if self._num_waiting:
                     return
-            with self._driver:
+            with self._cycle_lock:
                 has_progress = self._closed is not None or self._cycle()
             with self._lock:
                 if not self._pending:
-                    self._sleep()
+                    self._arm_timer()
                     return
             if not has_progress:
                 time.sleep(self._cycle_seconds)
 
-    def _sleep(self) -> None:
+    def _arm_timer(self) -> None:
         """Set the timer to a cycle time if operations are pending, otherwise to the next heartbeat."""
         if self._pending:
             self._timer.set(self._cycle_ns)

@@ -12,7 +12,7 @@ from mpicomm.horovod.timeline_file import HorovodTimeline
 from mpicomm.horovod.variables import Variables, is_set
 from mpicomm.job import session
 
-DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+DYNAMIC_VARIABLE = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _RANKS = arguments.Expected(
     "ranks or an mpi4py communicator",
     lambda _: True,  # Horovod raises a ValueError for other types, too
@@ -261,8 +261,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _check_dynamic(function: str) -> None:
     registry.check_open()
-    if not is_set(os.environ, DYNAMIC):
+    if not is_set(os.environ, DYNAMIC_VARIABLE):
         raise ValueError(
             f"{function}: process sets are fixed at hvd.init().\n"
-            f"Set {DYNAMIC}=1, or call hvd.init(process_sets='dynamic') on all ranks."
+            f"Set {DYNAMIC_VARIABLE}=1, or call hvd.init(process_sets='dynamic') on all ranks."
         )

@@ -306,9 +306,11 @@ class Compression:
 
 def _compressed(call: FunctionCall, compression: type[Compressor], run: Callable[..., Tensors], *args: Any) -> Any:
     """Run a call with compressed tensors, and decompress the results."""
-    compressed = [compression.compress(tensor) for tensor in call.tensors]
-    reduced = run(FunctionCall(call.function, [tensor for tensor, _ in compressed], True, False, False), *args)
-    results = [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
+    pairs = [compression.compress(tensor) for tensor in call.tensors]
+    compressed = [tensor for tensor, _ in pairs]
+    # Grouped also for a single tensor, since the results below are a list. Only synchronous functions compress.
+    reduced = run(FunctionCall(call.function, compressed, is_grouped=True, is_in_place=False, is_async=False), *args)
+    results = [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
     return results if call.is_grouped else results[0]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 _MIB = 2**20
 _LONGEST_HEARTBEAT, _SHORTEST_HEARTBEAT = 5.0, 0.1  # seconds
 _HEARTBEATS_PER_CHECK = 10  # so that a report is late by a tenth of the time of a check
-DYNAMIC = "DYNAMIC"
+DYNAMIC_TIMELINE = "DYNAMIC"
 """The value of HOROVOD_TIMELINE with which the program starts the timeline itself."""
 
 
@@ -76,6 +76,6 @@ class Variables:
             cache_capacity=int(number("HOROVOD_CACHE_CAPACITY", cls.cache_capacity)),
             stall_check_seconds=number("HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_check_seconds) if checks else 0.0,
             stall_shutdown_seconds=number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0) if checks else 0.0,
-            timeline="" if timeline == DYNAMIC else timeline,
+            timeline="" if timeline == DYNAMIC_TIMELINE else timeline,
             marks_cycles=is_set(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
         )

@@ -103,8 +103,8 @@ MUTANTS = [
     ),
     Mutant(
         "_compressed",
-        old="FunctionCall(call.function, [tensor for tensor, _ in compressed], True, False, False)",
-        new="FunctionCall(call.function, [tensor for tensor, _ in compressed], False, False, False)",
+        old="FunctionCall(call.function, compressed, is_grouped=True, is_in_place=False, is_async=False)",
+        new="FunctionCall(call.function, compressed, is_grouped=False, is_in_place=False, is_async=False)",
         fault="hvd.grouped_allreduce returns one tensor.",
         tests="tests/horovod/test_tensor_operations.py -k in_place_and_grouped",
         ranks=2,
@@ -191,7 +191,7 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "StallCheck.run",
+        "StallCheck.report_stalls",
         old="waited >= self._shutdown_after",
         new="False",
         fault="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is ignored.",
