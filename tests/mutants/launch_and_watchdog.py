@@ -863,6 +863,13 @@ else:
         tests="tests/unit/test_jobs.py -k 'equals_the_output and flux'",
     ),
     Mutant(
+        "options.check_program",
+        old='tuple(command[:2]) == ("mpicomm", "run")',
+        new="False",
+        fault="The launcher of a job on Kubernetes starts `mpicomm run` on every rank.",
+        tests="tests/unit/test_kubernetes.py -k an_invalid_job",
+    ),
+    Mutant(
         "spec._check_resources",
         old="gpus and gpus % ranks and ranks % gpus",
         new="gpus and gpus % ranks",

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from mpicomm.cli.main import main
-from mpicomm.launch.jobscript import OPTIONS, JobSpec, KubernetesJob, kubernetes, script, template
+from mpicomm.launch.jobscript import JobSpec, KubernetesJob, options, script, template
 from tests import launching
 
 DOCUMENT = (launching.ROOT / "docs" / "job-templates.md").read_text()
 PROGRAM = ("python", "train.py")
 JOBS = {
-    "schedulers": (JobSpec("slurm", PROGRAM), OPTIONS),
-    "Kubernetes": (KubernetesJob(PROGRAM, image="train"), kubernetes.OPTIONS),
+    "schedulers": (JobSpec("slurm", PROGRAM), options.declared(JobSpec)),
+    "Kubernetes": (KubernetesJob(PROGRAM, image="train"), options.declared(KubernetesJob)),
 }
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from mpicomm.launch.jobscript.kubernetes import KubernetesJob
 from mpicomm.launch.jobscript.schedulers import SCHEDULERS
-from mpicomm.launch.jobscript.spec import OPTIONS, JobSpec
+from mpicomm.launch.jobscript.spec import JobSpec
 
-__all__ = ["OPTIONS", "SCHEDULERS", "JobSpec", "KubernetesJob", "script"]
+__all__ = ["SCHEDULERS", "JobSpec", "KubernetesJob", "script"]
 
 
 def script(job: JobSpec | KubernetesJob, template_file: Path | None = None) -> str:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import PurePath
 
 from mpicomm.launch import known_launchers
 from mpicomm.launch.jobscript import options, quoting
-from mpicomm.launch.jobscript.options import Form, Option, flag, option, program_name
+from mpicomm.launch.jobscript.options import Form, flag, option, program_name
 
 KINDS = ("mpijob", "trainjob")
 
@@ -62,12 +61,13 @@ class KubernetesJob:
     """The command that generates the manifest, for its header."""
 
     def __post_init__(self) -> None:
-        for field, described in OPTIONS.items():
+        for field, described in options.declared(KubernetesJob).items():
             described.check(flag(field), getattr(self, field))
         if self.image is None:
             raise ValueError("missing --image: the container image with mpicomm, its MPI and sshd")
         options.seconds_of(self.time, has_days=True)
-        _check_command(self.command)
+        starters = [name for launcher in known_launchers.ALL for name in launcher.commands]
+        options.check_program(self.command, starters, "the job starts the ranks with `mpicomm run`")
         _NAME.check("--name", self.title)
 
     @property
@@ -95,20 +95,3 @@ class KubernetesJob:
     def submission(self) -> str:
         """The command line that submits the manifest."""
         return f"kubectl create -f {quoting.quoted(self.file or 'job.yaml')}"
-
-
-OPTIONS: dict[str, Option] = {
-    field.name: field.metadata["option"] for field in dataclasses.fields(KubernetesJob) if field.metadata
-}
-"""The options of `mpicomm job kubernetes` by field."""
-
-
-def _check_command(command: tuple[str, ...]) -> None:
-    if not command or not command[0]:
-        raise ValueError("missing program; append it after two dashes: -- python train.py")
-    first = PurePath(command[0]).name
-    starters = [name for launcher in known_launchers.ALL for name in launcher.commands]
-    if first in starters or command[:2] == ("mpicomm", "run"):
-        raise ValueError(
-            f"the job starts the ranks with `mpicomm run`: remove {first} and its options from the command"
-        )

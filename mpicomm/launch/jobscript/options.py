@@ -76,6 +76,25 @@ def option(
     return dataclasses.field(default=default, metadata={"option": Option(help_text, metavar, form, **others)})
 
 
+def declared(job_type: type) -> dict[str, Option]:
+    """Return the options of `mpicomm job` that a dataclass declares, by field."""
+    return {field.name: field.metadata["option"] for field in dataclasses.fields(job_type) if field.metadata}
+
+
+def check_program(command: Sequence[str], starters: Collection[str], reason: str) -> None:
+    """Raise ValueError without a program, or if the command starts the ranks itself.
+
+    Args:
+        starters: The commands that start ranks.
+        reason: Why it must not, for the message.
+    """
+    if not command or not command[0]:
+        raise ValueError("missing program; append it after two dashes: -- python train.py")
+    name = PurePath(command[0]).name
+    if name in starters or tuple(command[:2]) == ("mpicomm", "run"):
+        raise ValueError(f"{reason}: remove {name} and its options from the command")
+
+
 def check_choice(name: str, value: str, valid: Collection[str]) -> None:
     """Raise ValueError if a value is not one of the valid ones."""
     if value not in valid:

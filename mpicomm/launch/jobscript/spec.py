@@ -93,8 +93,8 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         check_choice("scheduler", self.scheduler, SCHEDULERS)
-        for field in OPTIONS:
-            _check_option(self, field)
+        for field, described in options.declared(JobSpec).items():
+            _check_option(self, field, described)
         _check_resources(self)
         _check_time(self)
         _check_mail(self)
@@ -185,14 +185,8 @@ class JobSpec:
         return [event for event in text.upper().split(",") if event]
 
 
-OPTIONS: dict[str, Option] = {
-    field.name: field.metadata["option"] for field in dataclasses.fields(JobSpec) if field.metadata
-}
-"""The options of `mpicomm job` by field."""
-
-
-def _check_option(spec: JobSpec, field: str) -> None:
-    described, value = OPTIONS[field], getattr(spec, field)
+def _check_option(spec: JobSpec, field: str, described: Option) -> None:
+    value = getattr(spec, field)
     if value and described.only and spec.scheduler not in described.only[0]:
         titles = [SCHEDULERS[name].title for name in described.only[0]]
         raise ValueError(f"{flag(field)} is valid only for {' and '.join(titles)}: {described.only[1]}")
@@ -234,14 +228,10 @@ def _check_mail(spec: JobSpec) -> None:
 
 
 def _check_command(spec: JobSpec) -> None:
-    if not spec.command or not spec.command[0]:
-        raise ValueError("missing program; append it after two dashes: -- python train.py")
-    first = PurePath(spec.command[0]).name
     launchers = [launcher for launcher in known_launchers.ALL if launcher is not known_launchers.TORCHRUN]
     starters = [name for launcher in launchers for name in launcher.commands]
     starters += [name for system in SCHEDULERS.values() for name in system.commands]
-    if first in starters or spec.command[:2] == ("mpicomm", "run"):
-        raise ValueError(f"the script starts the ranks itself: remove {first} and its options from the command")
+    options.check_program(spec.command, starters, "the script starts the ranks itself")
     if re.match(r"\w+=", spec.command[0]):
         shown = without_value(spec.command[0])
         raise ValueError(f"expected a program, got {shown}; set a variable with --env {shown}")
