@@ -60,12 +60,12 @@ class JobInfo:
     """The variables in which launchers, torchrun included, pass ranks and sizes."""
 
 
-def of_all(world: World) -> list[JobInfo]:
+def gather(world: World) -> list[JobInfo]:
     """Return the information about every rank, by rank (collective)."""
-    return collectives.all_gather_object(of_this_rank(world))
+    return collectives.all_gather_object(collect(world))
 
 
-def of_this_rank(world: World) -> JobInfo:
+def collect(world: World) -> JobInfo:
     """Return the information about this rank."""
     cpus = os.sched_getaffinity(0)
     is_gpu = world.device.type == "cuda"
@@ -91,11 +91,11 @@ def numa_nodes(cpus: Iterable[int], directory: Path) -> list[int]:
         cpus: The CPUs.
         directory: The directory in which Linux describes the nodes.
     """
-    wanted = set(cpus)
+    bound_cpus = set(cpus)
     nodes = []
     for path in directory.glob("node[0-9]*/cpulist"):
-        here = hang_report.parse_ranges(path.read_text().strip().replace(",", ", "))
-        if wanted.intersection(here):
+        node_cpus = hang_report.parse_ranges(path.read_text().strip().replace(",", ", "))
+        if bound_cpus.intersection(node_cpus):
             nodes.append(int(path.parent.name.removeprefix("node")))
     return sorted(nodes)
 
@@ -111,8 +111,8 @@ def differences(gathered: Iterable[JobInfo]) -> dict[str, dict[str, list[int]]]:
 
 def shown_launchers(environment: Mapping[str, str]) -> list[Launcher]:
     """Return the launchers to show in the table: torchrun, Slurm, and the MPI launchers whose variables are set."""
-    others = [launcher for launcher in known_launchers.MPI_LAUNCHERS if launcher.rank in environment]
-    return [known_launchers.TORCHRUN, known_launchers.SLURM, *others]
+    launchers = [launcher for launcher in known_launchers.MPI_LAUNCHERS if launcher.rank in environment]
+    return [known_launchers.TORCHRUN, known_launchers.SLURM, *launchers]
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -145,12 +145,12 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the MPI library, if there is one, of Python, and of the packages."""
-    of_mpi = {}
+    """Return the versions of Python and the packages, and of the MPI library where one can be loaded."""
+    mpi_version = {}
     with contextlib.suppress(MPINotFoundError):
         library = mpi.library()
-        of_mpi[library.vendor] = library.version
-    return {**of_mpi, **host_info.versions()}
+        mpi_version[library.vendor] = library.version
+    return {**mpi_version, **host_info.versions()}
 
 
 def _software(world: World) -> dict[str, str]:

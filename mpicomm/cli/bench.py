@@ -1,4 +1,4 @@
-"""`mpicomm bench`: measures on the ranks of a job, which it starts if there is none; prints tables and writes files."""
+"""`mpicomm bench`: measures on the ranks of this job, or of one that it starts; prints tables and writes files."""
 
 from __future__ import annotations
 

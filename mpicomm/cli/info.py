@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.env is not None and not 0 <= arguments.env < world.size:
             why = f"--env {arguments.env}: expected a rank from 0 to {world.size - 1}"
             return failed("info", why) if world.rank == 0 else FAILED
-        gathered = job_info.of_all(world)
+        gathered = job_info.gather(world)
         if world.rank == 0:
             _show(world, gathered, arguments)
     return 0

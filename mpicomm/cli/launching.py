@@ -34,7 +34,7 @@ _PROBE = ("sleep", "1")
 
 
 def build(request: Request, environ: Mapping[str, str]) -> Start:
-    """Return the launch of a request: with the scheduler's launcher if there is one, else with the MPI's own.
+    """Return the launch of a request: by the launcher of the scheduler in its jobs, otherwise by that of the MPI.
 
     Raises:
         LaunchError: If the ranks cannot be started, or if this process is a rank of another job.

@@ -1,4 +1,4 @@
-"""`mpicomm run`: starts ranks with the launcher that belongs to the MPI, and with the scheduler if there is one."""
+"""`mpicomm run`: starts ranks with the launcher that belongs to the MPI, or with that of a scheduler."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ _OPTIONS = arguments.Expected(
     remedy='Pass a list of options, such as ["--num-gpus=4"].',
 )
 _REMEDY = "Correct the options, or let the hosts connect to all ports of each other (firewall)."
-_PAUSE = 0.1
-_SHOWN = 15  # lines of the output of `ray start` in an error
+_PAUSE_SECONDS = 0.1  # between two looks at the output of `ray start`, which takes seconds
+_SHOWN_LINES = 15  # the last lines of the output of `ray start` in an error
 _ADDRESS = re.compile(r"--address='([^']+)'")
 _STARTED = "Ray runtime started"
 
@@ -189,13 +189,13 @@ class _Node:
             if has_ended or deadline.count_down() < 0:
                 status = f"exited with status {self._process.returncode}"
                 problem = status if has_ended else f"timed out after {deadline.seconds:g} s"
-                lines = "\n".join(f"  {line}" for line in printed.splitlines()[-_SHOWN:])
+                lines = "\n".join(f"  {line}" for line in printed.splitlines()[-_SHOWN_LINES:])
                 raise MpicommError(
                     f"`ray start` with options={list(options)} {problem}; its last lines:\n{lines}\n"
                     f"Correct the options, or run `{shlex.join(['ray', 'start', '--head', *options])}` on that host to "
                     f"see the whole output."
                 )
-            time.sleep(_PAUSE)
+            time.sleep(_PAUSE_SECONDS)
 
 
 @functools.cache  # Ray keeps the first token that it reads

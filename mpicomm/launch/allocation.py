@@ -14,7 +14,7 @@ PBS_HOSTS = "PBS_NODEFILE"
 LSF_HOSTS = "LSB_MCPU_HOSTS"
 """The hosts of an LSF job, each followed by its number of slots: `a 4 b 4`."""
 
-FLUX = "FLUX_URI"
+FLUX_VARIABLE = "FLUX_URI"
 """The address of the Flux instance in which a process runs."""
 
 _HOST = re.compile(r"(?P<name>[^\s,:]+)(:(?P<slots>[1-9]\d*))?")
@@ -161,7 +161,7 @@ class FluxAllocation:
         if not re.fullmatch(r"\s*[1-9]\d*\s+[1-9]\d*\s+\d+\s*", text):
             raise LaunchError(
                 f"cannot read the resources of this Flux instance: `flux resource list` printed {text.strip()!r}.\n"
-                f"If {FLUX} is left over from another instance: unset {FLUX}"
+                f"If {FLUX_VARIABLE} is left over from another instance: unset {FLUX_VARIABLE}"
             )
         return cls(*map(int, text.split()))
 

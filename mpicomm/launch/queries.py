@@ -46,7 +46,8 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     Raises:
         LaunchError: If the scheduler's list of hosts, or Flux's resources, cannot be read.
     """
-    if environ.get(allocation.FLUX) and shutil.which("flux"):  # SLURM_* may describe the job that contains the instance
+    # Flux first: SLURM_* may describe the job that contains the instance.
+    if environ.get(allocation.FLUX_VARIABLE) and shutil.which("flux"):
         return FluxAllocation.from_output(output_of(FluxAllocation.query, with_errors=True))
     return allocation.from_environ(environ, lambda path: Path(path).read_text())
 

@@ -792,8 +792,8 @@ else:
     ),
     Mutant(
         "numa_nodes",
-        old="wanted.intersection",
-        new="wanted.issuperset",
+        old="bound_cpus.intersection",
+        new="bound_cpus.issuperset",
         fault="A NUMA node is not shown if a rank can use only some of its processors.",
         tests="tests/launch/test_info.py -k test_numa_nodes",
     ),
