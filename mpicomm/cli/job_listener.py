@@ -229,5 +229,5 @@ def _listen(*, is_local: bool) -> socket.socket:
 
 def _addresses() -> tuple[str, ...]:
     """Return the addresses of this host, without loopback unless there is no other."""
-    found = [address for _, address in interfaces.listed() if not address.startswith(("127.", "::1"))]
-    return tuple(found) or ("127.0.0.1",)
+    addresses = [address for _, address in interfaces.listed() if not address.startswith(("127.", "::1"))]
+    return tuple(addresses) or ("127.0.0.1",)

@@ -26,7 +26,7 @@ from mpicomm.cli.console import FAILED, console, failed, print_json, print_messa
 from mpicomm.cli.job_observer import JobObserver, JobStatus
 from mpicomm.cli.top_table import RankRow
 from mpicomm.watchdog import job_files
-from mpicomm.watchdog.job_files import ListedJob
+from mpicomm.watchdog.job_files import JobFile, ListedJob
 from mpicomm.watchdog.observers import IDLE_SECONDS
 
 _FRAME_LINES = 5  # of the screen: the line above the table, its title and borders
@@ -65,13 +65,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Show the job, and return the exit status."""
     jobs = _without_ended(job_files.listed())
-    chosen = jobs if arguments.job is None else [each for each in jobs if arguments.job in each.job.name]
-    exact = [each for each in chosen if each.job.name == arguments.job]
+    chosen = jobs if arguments.job is None else [listed for listed in jobs if arguments.job in listed.job.name]
+    exact = [listed for listed in chosen if listed.job.name == arguments.job]
     chosen = exact or chosen
     if not chosen or (arguments.job is not None and len(chosen) > 1):
         return failed("top", _no_job(arguments.job, chosen))
     if len(chosen) > 1:
-        _print_jobs(chosen, as_json=arguments.json)
+        _print_jobs([listed.job for listed in chosen], as_json=arguments.json)
         return 0
     try:
         observer = JobObserver(chosen[0])
@@ -95,18 +95,19 @@ def _seconds(text: str) -> float:
 
 def _without_ended(jobs: Sequence[ListedJob]) -> list[ListedJob]:
     """Return the running jobs; name the others, and remove their files."""
-    for each in jobs:
-        if not each.is_running:
-            print_message("top", f"job {each.job.name} ({each.job.program}) has ended without removing {each.path}")
+    for listed in jobs:
+        if not listed.is_running:
+            job = listed.job
+            print_message("top", f"job {job.name} ({job.program}) has ended without removing {listed.path}")
             with contextlib.suppress(OSError):
-                each.remove()
-    return [each for each in jobs if each.is_running]
+                listed.remove()
+    return [listed for listed in jobs if listed.is_running]
 
 
 def _no_job(name: str | None, several: Sequence[ListedJob]) -> str:
     user, host = os.environ.get("USER") or os.getuid(), socket.gethostname()
     if several:
-        names = ", ".join(each.job.name for each in several)
+        names = ", ".join(listed.job.name for listed in several)
         return f"JOB must name one job, got {name}, which is a part of {names}.\nUse the whole name."
     wanted = "no running job" if name is None else f"no running job whose name contains {name}"
     places = " or ".join(map(str, job_files.folders()))
@@ -117,18 +118,12 @@ def _no_job(name: str | None, several: Sequence[ListedJob]) -> str:
     )
 
 
-def _print_jobs(jobs: Sequence[ListedJob], *, as_json: bool) -> None:
-    values = [
-        {"job": each.job.name, "size": each.job.size, "started": each.job.started, "program": each.job.program}
-        for each in jobs
-    ]
+def _print_jobs(jobs: Sequence[JobFile], *, as_json: bool) -> None:
     if as_json:
+        values = [{"job": job.name, "size": job.size, "started": job.started, "program": job.program} for job in jobs]
         print_json({"jobs": values})
         return
-    cells = [
-        (each.job.name, each.job.size, time.strftime(_STARTED, time.localtime(each.job.started)), each.job.program)
-        for each in jobs
-    ]
+    cells = [(job.name, job.size, time.strftime(_STARTED, time.localtime(job.started)), job.program) for job in jobs]
     console().print(terminal.table(("job", "ranks", "started", "program"), cells, right=("ranks",)))
     console().print(Text("Show one of them: mpicomm top JOB"))
 
@@ -210,15 +205,15 @@ def _keyboard() -> Iterator[Callable[[float], bool] | None]:
 
 def _screen(status: JobStatus, out: Console) -> Group:
     """Return the table, cut to the height of the terminal."""
-    found = top_table.rows(status)
+    rows = top_table.rows(status)
     fitting = max(1, out.height - _FRAME_LINES)
-    shown: Sequence[RankRow] = found if len(found) <= fitting else found[: max(1, fitting - 1)]
+    shown: Sequence[RankRow] = rows if len(rows) <= fitting else rows[: max(1, fitting - 1)]
     table = top_table.table(shown)
     for column in table.columns:
         column.no_wrap = True  # one line per rank
     parts: list[Text | Table] = [_headline(status), table]
-    if len(shown) < len(found):
-        parts.append(Text(f"... and {len(found) - len(shown)} more ranks; mpicomm top {status.job.name} --once"))
+    if len(shown) < len(rows):
+        parts.append(Text(f"... and {len(rows) - len(shown)} more ranks; mpicomm top {status.job.name} --once"))
     return Group(*parts)
 
 
