@@ -1,4 +1,4 @@
-"""Properties of this host that need neither torch nor MPI: processors, GPUs, huge pages, versions of packages."""
+"""Properties of this host that need neither torch nor MPI: processors, GPUs, processes, versions of packages."""
 
 from __future__ import annotations
 
@@ -70,6 +70,20 @@ def is_older(version: str, other: str) -> bool:
         return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:3]]
 
     return numbers(version) < numbers(other)
+
+
+def process_stat(directory: Path) -> tuple[str, list[str]]:
+    """Return the name of a process or thread, and the fields of its stat after the name, the state first, see proc(5).
+
+    Args:
+        directory: Its directory, such as `/proc/<pid>`.
+
+    Raises:
+        OSError: If it has ended.
+    """
+    # The name is in parentheses, and may contain some, and spaces.
+    name, _, fields = (directory / "stat").read_text().partition("(")[2].rpartition(")")
+    return name, fields.split()
 
 
 def read(path: str | Path) -> str:

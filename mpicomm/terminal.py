@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mpicomm import host_info
 from mpicomm.launch.known_launchers import starts_ranks
 
 _UNKNOWN_COLUMNS = 80  # width of a terminal that does not report its size
@@ -82,11 +83,11 @@ def processes_above() -> list[tuple[int, str]]:
     """Return the process ids and names of the ancestors of this process, the parent first."""
     ancestors: list[tuple[int, str]] = []
     pid = os.getppid()
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(OSError, ValueError):
         while pid > 1:
-            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+            name, (_state, parent, *_) = host_info.process_stat(Path(f"/proc/{pid}"))
             ancestors.append((pid, name))
-            pid = int(rest.split()[1])
+            pid = int(parent)
     return ancestors
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 
-from mpicomm import torch_compatibility
+from mpicomm import host_info, torch_compatibility
 
 __all__ = [  # of torch
     "AllToAllOptions",
@@ -631,9 +631,9 @@ def _states_of_gloo_threads() -> list[str]:
     states = []
     for task in Path("/proc/self/task").iterdir():
         try:
-            name, rest = (task / "stat").read_text().split("(", 1)[1].rsplit(") ", 1)
+            name, (state, *_) = host_info.process_stat(task)
         except OSError:  # the thread has ended meanwhile
             continue
         if name == _GLOO_THREAD:
-            states.append(rest[0])
+            states.append(state)
     return states

@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from mpicomm import host_info
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_GONE_SECONDS = 5.0
-_PAUSE = 0.02
+_GONE_SECONDS = 5.0  # for killed processes to end; one in an uninterruptible system call does not
+_PAUSE_SECONDS = 0.02
 _ATTEMPTS = 10  # to start with a pid whose directory does not exist
-_FOREGROUND_PAUSE = 0.5  # between checks whether this process may read the terminal
+_FOREGROUND_SECONDS = 0.5  # between checks whether this process may read the terminal
 
 _libc = ctypes.CDLL(None)
 
@@ -93,15 +95,15 @@ def kill_descendants() -> None:
     """Kill the launcher and all processes below it on this host, and wait until they have ended."""
     deadline = time.monotonic() + _GONE_SECONDS
     while signal_descendants(signal.SIGKILL) and time.monotonic() < deadline:
-        time.sleep(_PAUSE)
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _pass_on_terminal(process: subprocess.Popen[bytes], pipe: int) -> None:
     with contextlib.suppress(OSError):  # the launcher has closed its input, or has ended
         while process.poll() is None:
             if os.tcgetpgrp(0) != os.getpgrp():  # in the background, reading would stop this process
-                time.sleep(_FOREGROUND_PAUSE)
-            elif select.select([0], [], [], _FOREGROUND_PAUSE)[0] and os.tcgetpgrp(0) == os.getpgrp():
+                time.sleep(_FOREGROUND_SECONDS)
+            elif select.select([0], [], [], _FOREGROUND_SECONDS)[0] and os.tcgetpgrp(0) == os.getpgrp():
                 data = os.read(0, 1 << 16)
                 if not data:
                     break
@@ -119,14 +121,14 @@ def _descendants() -> list[int]:
     """
     children: dict[int, list[int]] = {}
     own_session = os.getsid(0)
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError):  # the process has ended
-            state, parent, _group, session, *_ = path.read_text().rpartition(")")[2].split()
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended
+            _, (state, parent, _group, session, *_) = host_info.process_stat(directory)
             if state not in ("Z", "X") and int(session) != own_session:
-                children.setdefault(int(parent), []).append(int(path.parent.name))
-    descendants, left = [], [os.getpid()]
-    while left:
-        below = children.get(left.pop(), [])
+                children.setdefault(int(parent), []).append(int(directory.name))
+    descendants, unvisited = [], [os.getpid()]
+    while unvisited:
+        below = children.get(unvisited.pop(), [])
         descendants += below
-        left += below
+        unvisited += below
     return descendants

@@ -279,7 +279,7 @@ def hosts_of_job(environ: Mapping[str, str]) -> str:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent pid of every process, by pid."""
+    """Return the parent pid of every process, by pid; without `host_info`, since the timer imports no package."""
     stats = {int(path.name): _read(path / "stat") for path in Path("/proc").iterdir() if path.name.isdigit()}
     return {pid: int(stat.rpartition(") ")[2].split()[1]) for pid, stat in stats.items() if stat}
 

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+from mpicomm import host_info
 from mpicomm.watchdog.protocol import LocalProcess
 
 _STATES = {
@@ -69,4 +70,4 @@ def _state_code(pid: int) -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
+    return host_info.process_stat(Path(f"/proc/{pid}"))[1]

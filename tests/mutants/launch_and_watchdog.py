@@ -791,6 +791,13 @@ else:
         tests="tests/launch/test_info.py -k test_variables_of_launchers",
     ),
     Mutant(
+        "host_info.process_stat",
+        old='(directory / "stat").read_text().partition("(")[2].rpartition(")")',
+        new='(directory / "stat").read_text().partition("(")[2].partition(")")',
+        fault="A process whose name contains a parenthesis is read with the wrong state and parent.",
+        tests="tests/unit/test_local_processes.py -k parenthesis",
+    ),
+    Mutant(
         "numa_nodes",
         old="bound_cpus.intersection",
         new="bound_cpus.issuperset",

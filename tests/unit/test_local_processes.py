@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mpicomm import host_info
 from mpicomm.watchdog import local_processes
 from mpicomm.watchdog.protocol import LocalProcess
 from tests.time_limits import EVENT_SECONDS, scaled, wait_until
@@ -71,3 +72,8 @@ def test_a_stopped_process_is_reported_as_stopped(process: subprocess.Popen[byte
     assert local_processes.state_of(process.pid) == (
         f"process {process.pid} is stopped by a signal (SIGSTOP); resume it with SIGCONT"
     )
+
+
+def test_a_name_with_a_parenthesis_does_not_end_at_it(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text("7 (a) b) S 1 7 7")
+    assert host_info.process_stat(tmp_path) == ("a) b", ["S", "1", "7", "7"])
