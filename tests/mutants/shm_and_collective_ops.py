@@ -441,6 +441,14 @@ return made
         ranks=4,
     ),
     Mutant(
+        "ranks_within",
+        old="group.Translate_ranks(None, base_group)",
+        new="base_group.Translate_ranks(None, group)",
+        fault="A communicator of some ranks is taken for a group of all ranks.",
+        tests="tests/collective_ops/test_errors.py -k communicator_in_another_order",
+        ranks=4,
+    ),
+    Mutant(
         "gather",
         old="not members.is_ours",
         new="False",
