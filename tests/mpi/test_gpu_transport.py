@@ -134,7 +134,7 @@ def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
         assert torch.equal(each, torch.full_like(each, total))
     assert not cut
     assert [work is not None for work in done] == [True, report == "direct"]  # for 3 elements and for 16 MiB
-    assert executor.node._comms
+    assert executor.algorithms._comms
     dist.destroy_process_group(handle)
 
 

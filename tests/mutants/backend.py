@@ -193,7 +193,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "DenseCollectives._unshared",
+        "DenseCollectives._without_overlap",
         old="source.detach().clone()",
         new="source",
         fault="A block that overlaps others at another offset is overwritten before slots have read it.",
@@ -202,16 +202,16 @@ MUTANTS = [
     ),
     Mutant(
         "DenseCollectives.all_to_all",
-        old='Algorithm.MPI if counts is not None else self.node.select("all_to_all", source.nbytes)',
-        new='self.node.select("all_to_all", source.nbytes)',
+        old='Algorithm.MPI if counts is not None else self._algorithms.select("all_to_all", source.nbytes)',
+        new='self._algorithms.select("all_to_all", source.nbytes)',
         fault="Blocks of different sizes are exchanged as if all had the same size.",
         tests="tests/mpi/test_all_to_all.py",
         ranks=2,
     ),
     Mutant(
         "DenseCollectives.all_gather_list",
-        old='self.node.select("all_gather", nbytes) if is_even else Algorithm.MPI',
-        new='self.node.select("all_gather", nbytes)',
+        old='self._algorithms.select("all_gather", nbytes) if is_even else Algorithm.MPI',
+        new='self._algorithms.select("all_gather", nbytes)',
         fault="Ranks whose tensors differ in size select the algorithm of all_gather by their own tensor.",
         tests="tests/mpi/test_collectives.py -k test_all_gather_of_uneven_sizes",
         ranks=4,
@@ -231,7 +231,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "DenseCollectives._fits_staging",
+        "DenseCollectives._fits_list_buffer",
         old="all([tensor.nbytes == nbytes and tensor.is_cpu for tensor in tensors])",
         new="True",
         fault="Lists of small tensors of different sizes are copied as if all had the size of this rank's tensor.",

@@ -80,8 +80,8 @@ MUTANTS = [
     ),
     Mutant(
         "_slot_bytes",
-        old="max(_REGION_BYTES * size, min(_MOST_BYTES, share))",
-        new="min(_MOST_BYTES, share)",
+        old="max(_SMALLEST_REGION_BYTES * size, min(_LARGEST_SLOT_BYTES, share))",
+        new="min(_LARGEST_SLOT_BYTES, share)",
         fault="On a node of more than 700 ranks, the slots have no room for a block of each rank.",
         tests="tests/unit/test_native.py -k room_for_every_rank",
     ),
@@ -118,8 +118,8 @@ MUTANTS = [
     ),
     Mutant(
         "HierarchicalAllReduce.run",
-        old="(least_bytes, lowest) != (-most_bytes, -highest)",
-        new="least_bytes != -most_bytes",
+        old="not agreement.all_equal(published)",
+        new="published[0] != -published[2]",
         fault="Ranks of different nodes add tensors although their dtypes or operations differ.",
         tests="tests/mpi/test_shm.py -k different_calls",
         ranks=4,
@@ -133,7 +133,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "HierarchicalAllReduce._reduce",
+        "HierarchicalAllReduce._all_reduce_piece",
         old="torch.empty_like(block, dtype=reduction.wide) if is_narrow else block",
         new="block",
         fault="The sums of bf16 and fp16 of a node are rounded before they are sent to other nodes.",
@@ -141,7 +141,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "HierarchicalAllReduce._reduce",
+        "HierarchicalAllReduce._all_reduce_piece",
         old="""
 if reduction.wide is not None:
     total = total.to(reduction.wide)
@@ -158,7 +158,7 @@ if reduction.wide is not None:
         ranks=4,
     ),
     Mutant(
-        "_create",
+        "_create_memory",
         old="os.posix_fallocate(descriptor, 0, nbytes)",
         new="os.ftruncate(descriptor, nbytes)",
         fault="Shared memory is not preallocated, and if there is too little, a rank later dies of SIGBUS.",

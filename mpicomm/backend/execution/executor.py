@@ -63,8 +63,8 @@ class Executor:
         self.comm = comm
         self.record = record
         self.transport = transport
-        self.node = AlgorithmSelector(comm, record, settings)
-        self.dense = DenseCollectives(comm, self.node)
+        self.algorithms = AlgorithmSelector(comm, record, settings)
+        self.dense = DenseCollectives(comm, self.algorithms)
         self._compares_calls = settings.debug
         # Whether collectives run without a preceding check or barrier.
         self._is_simple = not settings.debug and settings.on_timeout != "raise"
@@ -326,7 +326,7 @@ class Executor:
             self.messages.stop()
             if not self.messages.finish():
                 self._keeps_communicator = True
-            self.node.close()
+            self.algorithms.close()
             if not self._keeps_communicator:
                 mpi.free(self.comm)
         finally:
@@ -367,7 +367,7 @@ class Executor:
         # 2. release the shared memory, unless a thread still uses it
         worker = self._worker
         if worker is None or mpi.poll(lambda: worker.is_idle, _LATE_SECONDS):
-            self.node.close()
+            self.algorithms.close()
             mpi.free(self.comm)
 
     def is_stuck(self) -> bool:
