@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpicomm import mpi, torch_internals
-from mpicomm.backend.execution import future_callbacks
+from mpicomm.backend.execution import backward_errors
 from mpicomm.backend.execution.executor import Executor
-from mpicomm.backend.gpu import transport as gpu_transport
+from mpicomm.backend.gpu.probe import choose_transport
+from mpicomm.backend.gpu.transport import DIRECT
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.recorder import flight_recorder
 from mpicomm.settings import Settings
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _executors: weakref.WeakSet[Executor] = weakref.WeakSet()  # created and read on the main thread
 
 
-def make_by_options(options: Any, *, takes_gpu_tensors: bool) -> Executor:
+def make_for_torch(options: Any, *, takes_gpu_tensors: bool) -> Executor:
     """Create the executor of a group that torch creates (collective over its ranks).
 
     Args:
@@ -32,7 +33,7 @@ def make_by_options(options: Any, *, takes_gpu_tensors: bool) -> Executor:
     Raises:
         MpicommError: If the arguments `rank` and `world_size` of `init_process_group` contradict MPI.
     """
-    future_callbacks.watch_backward()
+    backward_errors.watch_backward()
     name, seconds = options.group_id, options.timeout.total_seconds()
     if ranks := list(options.global_ranks_in_group):
         return make(name, ranks, seconds, takes_gpu_tensors=takes_gpu_tensors)
@@ -66,7 +67,7 @@ def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], tak
     operation = flight_recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True)
     try:
         comm = mpi.tracked(make_comm())
-        transport = gpu_transport.choose(comm, settings) if takes_gpu_tensors else gpu_transport.NO_TRANSPORT
+        transport = choose_transport(comm, settings) if takes_gpu_tensors else DIRECT
     except Exception as error:
         rank_failures.check(error)
         raise

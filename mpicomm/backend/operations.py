@@ -18,7 +18,7 @@ import torch
 
 from mpicomm import torch_internals
 from mpicomm.backend import checks, dispatcher
-from mpicomm.backend.gpu.staging import Call, Transport, Use
+from mpicomm.backend.gpu.transport import Call, Transport, Use
 from mpicomm.backend.transfer import buffers, dtypes, mpi_calls, reductions
 from mpicomm.backend.transfer.buffers import Tensors
 from mpicomm.backend.transfer.dense_collectives import DenseCollectives
@@ -421,7 +421,7 @@ def _sparse_all_reduce(call: _Checked, tensor: torch.Tensor) -> Collective:
             tensor.copy_(
                 torch.sparse_coo_tensor(total.indices(), sums, tensor.shape, is_coalesced=True, check_invariants=False)
             )
-        buffers.settle(tensor)
+        buffers.synchronize_stream(tensor)
 
     also = f"{reduction.name} sparse"
     return Collective(

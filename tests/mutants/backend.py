@@ -46,14 +46,14 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "future_callbacks.running_passes",
+        "backward_errors.running_passes",
         old="list(_errors.values()) if own is None else [own]",
         new="list(_errors.values())",
         fault="A backward pass raises an error of the pass that another thread runs.",
         tests="tests/unit/test_failed_futures.py",
     ),
     Mutant(
-        "future_callbacks.running_passes",
+        "backward_errors.running_passes",
         old="list(_errors.values()) if own is None else [own]",
         new="[] if own is None else [own]",
         fault="The error of an operation that a thread of a GPU started is lost.",
@@ -68,7 +68,7 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "future_callbacks._checked",
+        "backward_errors._checked",
         old="errors = _errors[thread] = []",
         new="errors = _errors.setdefault(0, [])\n_errors[thread] = errors",
         fault="A backward pass raises an error that an operation before it has raised.",
@@ -82,7 +82,7 @@ MUTANTS = [
         tests="tests/unit/test_failed_futures.py",
     ),
     Mutant(
-        "future_callbacks._check",
+        "backward_errors._check",
         old="raise errors[0] from error",
         new="raise errors[-1] from error",
         fault="A backward pass raises the last error: that the group is broken, in place of the reason.",
@@ -256,7 +256,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Executor._take_turn",
+        "Executor._lock_if_idle",
         old="worker is not None and worker.jobs",
         new="False",
         fault="An all_reduce on the fast path runs before asynchronous operations that were queued earlier.",
@@ -280,7 +280,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "PendingMessages._let_advance",
+        "PendingMessages._wake_poller",
         old="poller is not None and not poller.is_idle",
         new="poller is not None",
         fault="A new message does not wake a sleeping poller, and then advances only while a thread waits for it.",
@@ -289,8 +289,8 @@ MUTANTS = [
     ),
     Mutant(
         "Executor._wait_limit",
-        old="seconds, operation.limit = operation.limit, None",
-        new="seconds = operation.limit",
+        old="operation.exempt_from_watchdog()",
+        new="pass",
         fault="The watchdog ends the job at the timeout of mpicomm.barrier(), which raises TimeoutError instead.",
         tests="tests/mpi/test_deadlines.py -k no_deadline_for_a_barrier",
         ranks=2,
@@ -335,7 +335,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Worker._may_be_taken",
+        "Worker._can_run_on_waiting_thread",
         old="isinstance(job.work, QueuedWork)",
         new="True",
         fault="A thread that waits for an operation runs the callbacks of others within its wait().",
@@ -343,7 +343,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Worker.run_for",
+        "Worker.run_until_done",
         old="is_held.extend(map(self._running.acquire, (False,)))",
         new="is_held.append(self._running.acquire(blocking=False) or True)",
         fault="A thread that waits for an operation runs later ones while the worker still runs an earlier one.",
@@ -351,7 +351,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Worker.run_for",
+        "Worker.run_until_done",
         old="is_held.extend(map(self._running.acquire, (False,)))",
         new="is_held.append(self._running.acquire(blocking=False))",
         fault="An exception of a signal handler in wait() keeps the worker's lock: no operation runs any more.",
@@ -383,8 +383,8 @@ for callback in after:
         ranks=4,
     ),
     Mutant(
-        "Worker.wait_for_place_of",
-        old="self.is_idle or callback in self._awaited",
+        "Worker.wait_until_next",
+        old="self.is_idle or callback in self._awaited_callbacks",
         new="self.is_idle",
         fault="A callback of one group waits for an operation of another group that waits for the callback.",
         tests="tests/mpi/test_async.py -k test_callbacks_on_other_groups",
@@ -392,7 +392,7 @@ for callback in after:
     ),
     Mutant(
         "Worker.submit",
-        old="self._timer.set(_SOON_NS)",
+        old="self._timer.set(_WAKE_SOON_NS)",
         fault="An operation starts only when its caller waits for it.",
         tests="tests/mpi/test_async.py -k test_an_operation_runs_although_its_caller_does_not_wait",
         ranks=4,
@@ -432,7 +432,7 @@ for callback in after:
         "Poller.stop",
         old="""
 for work in self._watched:
-    work.finish()
+    work.complete_future()
 """,
         fault="The future of an incomplete message never completes when its group is destroyed or aborted.",
         tests="tests/mpi/test_messages.py -k on_its_way",
@@ -448,15 +448,15 @@ for work in self._watched:
         ranks=4,
     ),
     Mutant(
-        "MessageWork._settle",
+        "MessageWork._complete_request",
         old="self._error = error",
         fault="The error of a message that is shorter than its tensor is ignored, and the tensor keeps old values.",
         tests="tests/mpi/test_messages.py -k test_a_message_of_another_size_is_an_error",
         ranks=4,
     ),
     Mutant(
-        "MessageWork._settle",
-        old="self._keeper.forget(self)",
+        "MessageWork._complete_request",
+        old="self._messages.forget(self)",
         fault="Completed messages and their tensors are never freed.",
         tests="tests/mpi/test_messages.py -k test_completed_messages_are_not_kept",
         ranks=4,

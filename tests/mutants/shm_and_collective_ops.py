@@ -151,7 +151,7 @@ if reduction.wide is not None:
         ranks=4,
     ),
     Mutant(
-        "_open",
+        "_open_memory",
         old="os.close(opened)",
         fault="A rank that opens the shared memory of another rank does not close the descriptor.",
         tests="tests/mpi/test_shm.py -k test_nothing_is_left",
@@ -202,16 +202,16 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "_Part.fetch",
+        "_Part.start_to_host",
         old="self._put",
         new="self._fetched",
         fault="The memory of a chunk is reused while its previous content is still being copied to the GPU.",
         tests="tests/unit/test_staging.py -k test_every_dtype_and_size_in_place",
     ),
     Mutant(
-        "_passes",
-        old="agreement.all_true(comm, not failures)",
-        new="not failures",
+        "_passes_test",
+        old="agreement.all_true(comm, not failed)",
+        new="not failed",
         fault="If the probe of GPU addresses fails on one rank, only that rank stages its tensors.",
         tests="tests/mpi/test_gpu_transport.py -k test_one_rank_that_fails_stages_on_all",
         ranks=4,
@@ -264,7 +264,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "make_by_options",
+        "make_for_torch",
         old="world.Dup",
         new="lambda: world",
         fault="The group of all ranks uses, and frees, the communicator that the user has.",
@@ -279,7 +279,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "make_by_options",
+        "make_for_torch",
         old="options.timeout.total_seconds()",
         new="options.timeout.seconds",
         fault="A timeout loses its fractions of a second and its days.",

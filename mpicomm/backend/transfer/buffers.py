@@ -39,10 +39,10 @@ def unpack(dense: torch.Tensor, tensor: torch.Tensor) -> None:
     if dense is tensor:
         return
     tensor.detach().copy_(dense)
-    settle(tensor)
+    synchronize_stream(tensor)
 
 
-def settle(tensor: torch.Tensor) -> None:
+def synchronize_stream(tensor: torch.Tensor) -> None:
     """Synchronise this thread's current stream on the tensor's GPU: MPI calls are not ordered by CUDA streams."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()

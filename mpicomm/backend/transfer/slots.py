@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 _LARGEST_SLOT_BYTES = 2**19  # the slots of a few ranks then stay in the cache
 _MEMORY_BYTES = 2**26  # of all slots of a node: with more ranks, slots are smaller
-_SMALLEST_REGION_BYTES = 2**8  # of a slot for each rank: two cache lines of data behind the header of scatter
+_SMALLEST_REGION_BYTES = 2**8  # of a slot for each rank: the header of scatter and three cache lines
 _NUM_BUFFERS = 2  # of slots, which alternate
 _PAGE_BYTES = 4096  # alignment of the slots
 _SPLIT_BYTES = 2**16  # from this size on, each rank reduces a part: below, the second synchronisation costs more
-_POLLS_BEFORE_YIELD = 2000  # of a waiting rank, before it offers its core to other processes: about 10 us
+_POLLS_BEFORE_YIELD = 2000  # of a waiting rank, before it offers its core to other processes
 _POLLS_BEFORE_YIELD_IF_CROWDED = 20  # the rank that it waits for may need this core
 _NOTED_BYTES = 2**17  # from this size on, autograd is notified of a write; it takes about a microsecond
 _PAUSE_NS = 1_000_000  # how long the C library waits until it returns to Python
