@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomm import mpi, torch_internals
+from mpicomm import mpi
 from mpicomm.backend.execution import backward_errors
 from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.gpu.probe import choose_transport
@@ -19,6 +20,8 @@ from mpicomm.watchdog import rank_failures
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+_SMALLEST_TAG_UB = 32767  # the largest tag that every MPI allows: MPI-4.1, section 9.1.2
 
 _executors: weakref.WeakSet[Executor] = weakref.WeakSet()  # created and read on the main thread
 
@@ -81,8 +84,9 @@ def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], tak
 def _make_comm(name: str, ranks: Sequence[int]) -> Intracomm:
     world = mpi.job_comm()
     members = world.group.Incl(ranks)
+    tag = zlib.crc32(name.encode()) % _SMALLEST_TAG_UB  # equal on all members, rarely that of another group
     try:
-        return world.Create_group(members, tag=torch_internals.tag_of(name))
+        return world.Create_group(members, tag=tag)
     finally:
         members.Free()
 

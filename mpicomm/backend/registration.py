@@ -41,9 +41,9 @@ def register() -> None:
     if _is_registered or not dist.is_available():
         return
     _is_registered = True
-    creators = {NAME: _create_mpi, NAME_WITH_NCCL: _create_with_nccl} | (
-        {"mpi": _create_mpi} if _name_mpi_is_free() else {}
-    )
+    creators = {NAME: _create_mpi, NAME_WITH_NCCL: _create_with_nccl}
+    if _name_mpi_is_free():
+        creators["mpi"] = _create_mpi
     for name, create in creators.items():
         dist.Backend.register_backend(name, create, extended_api=True, devices=_devices_of_build())
         _names.append(name)

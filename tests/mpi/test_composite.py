@@ -117,7 +117,7 @@ def test_all_to_all_is_sent_by_the_backend_of_its_device(world: mpicomm.World, r
     source, output = torch.arange(world.size) + 100.0 * world.rank, torch.empty(world.size)
     group.all_to_all_single(output, source, [], []).wait()
     assert torch.equal(output, 100.0 * torch.arange(world.size) + world.rank)
-    single = torch_internals.own_name("all_to_all_single")
+    single = torch_internals.name_in_this_torch("all_to_all_single")
     assert (single in gloo.called) == is_inner
     outputs = [torch.empty(1) for _ in range(world.size)]
     try:

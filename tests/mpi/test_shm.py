@@ -249,7 +249,7 @@ def test_memory_that_one_rank_cannot_offer(make: Make, world: mpicomm.World) -> 
     handle, tensor = make("two nodes"), torch.ones(1000)
     dist.all_reduce(tensor, group=handle)
     run = path_of(handle).hierarchical.run
-    plan = reductions.plan(dist.ReduceOp.SUM, torch.float32, world.size, "all_reduce")
+    plan = reductions.reduction_for(dist.ReduceOp.SUM, torch.float32, world.size, "all_reduce")
     assert not run(torch.ones(1000, device="meta") if world.rank == 0 else tensor, plan)
     assert bool((tensor == world.size).all())
     assert run(tensor, plan)

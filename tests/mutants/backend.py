@@ -104,7 +104,7 @@ MUTANTS = [
         tests="tests/launch/test_interrupts.py -k between_two_parts",
     ),
     Mutant(
-        "distinct",
+        "require_distinct",
         old="_share(outputs[one], outputs[other])",
         new="False and _share(outputs[one], outputs[other])",
         fault="A tensor that occurs twice in a coalesced all_reduce is reduced twice.",
@@ -112,7 +112,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "in_memory",
+        "require_storage",
         old="not address and value.numel()",
         new="False",
         fault="A tensor without elements in memory is passed to MPI.",
@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     # -- operations.py --------------------------------------------------------------------------------------
     Mutant(
-        "_Checked.step",
+        "_CallInProgress.step",
         old="of_root if self.is_root else of_others",
         new="of_others if self.is_root else of_root",
         fault="broadcast does not copy its result back into a strided tensor.",
@@ -145,8 +145,8 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "_Checked.step",
-        old="not self.any_size and buffers.uneven_counts(blocks) is None",
+        "_CallInProgress.step",
+        old="not self.sizes_may_differ and buffers.uneven_counts(blocks) is None",
         new="True",
         fault="A list whose sizes differ is cut into chunks of the size of its first tensor.",
         tests="tests/mpi/test_collectives.py -k 'uneven and staged'",
@@ -499,7 +499,7 @@ _divide(dense, self.divisor)
         ranks=4,
     ),
     Mutant(
-        "reductions._plan",
+        "reductions._reduction_for",
         old="_SORT_KEYS.get(wide or dtype) if name in _ORDERED else None",
         new="None",
         fault="MIN and MAX of NaN, and of 0 and -0, are what MPI makes of them: the results of the ranks differ.",
@@ -580,7 +580,7 @@ _divide(dense, self.divisor)
         tests="tests/launch/test_deadlines.py -k own",
     ),
     Mutant(
-        "arrived",
+        "wait_if_pending",
         old="tensor.wait()",
         new="tensor.elem",
         fault="The output tensor of a running functional collective is read before the collective has completed.",

@@ -31,7 +31,7 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "data_movement.exchange",
+        "data_movement.all_to_all",
         old="[wire_format.encode(error)] * members.size",
         new="[b''] * members.size",
         fault="all_to_all_object does not tell the other ranks which rank cannot pickle its objects, and why.",
@@ -248,7 +248,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "splits",
+        "require_splits",
         old="min(sizes) < 0",
         new="False",
         fault="Negative split sizes with a correct sum are not refused, and MPI fails on this rank while others wait.",
@@ -256,9 +256,9 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "one_per_rank",
-        old="written if are_written else tensor",
-        new="tensor",
+        "require_one_per_rank",
+        old="require_output if are_written else require_tensor",
+        new="require_tensor",
         fault="Expanded tensors are accepted as outputs in lists, and fail after the operation.",
         tests="tests/mpi/test_misuse.py -k expanded",
         ranks=4,
@@ -311,7 +311,7 @@ while self._comms:
     ),
     # -- the collectives API --------------------------------------------------------------------------------
     Mutant(
-        "words",
+        "digest_of",
         old="signature",
         new="(signature[0], *signature[1].leaves)",
         fault="The ranks compare the leaves of their data, but not the containers.",
@@ -371,8 +371,8 @@ return made
     ),
     Mutant(
         "Handle._as_in_the_call",
-        old="with torch.set_grad_enabled(self._has_grad), torch.cuda.stream(self._stream), autograd.at(self._place):",
-        new="with torch.cuda.stream(self._stream), autograd.at(self._place):",
+        old="torch.set_grad_enabled(self._has_grad)",
+        new="torch.enable_grad()",
         fault="Background steps ignore that the operation was called under torch.no_grad().",
         tests="tests/collective_ops/test_gradients.py -k test_a_broadcast_to_ranks",
         ranks=4,
@@ -409,7 +409,7 @@ return made
         ranks=4,
     ),
     Mutant(
-        "_backward",
+        "_backward_tag",
         old="tag + largest_tag() + 1",
         new="tag",
         fault="The gradient of a message is received as a message.",
@@ -433,7 +433,7 @@ return made
         ranks=4,
     ),
     Mutant(
-        "send_to_all",
+        "data_movement.broadcast",
         old="tensor.detach().clone",
         new="tensor.detach",
         fault="On src, the result of broadcast is the caller's own tensor.",
@@ -449,7 +449,7 @@ return made
         ranks=4,
     ),
     Mutant(
-        "send_to_all.backward",
+        "data_movement.broadcast.backward",
         old="members.ranks[src]",
         new="src",
         fault="The gradient of a broadcast is sent to a rank of the job instead of a rank of the group.",
@@ -481,7 +481,7 @@ return made
         ranks=4,
     ),
     Mutant(
-        "numbers_widened",
+        "widen_numbers",
         old="kind == NUMBER",
         new='kind == NUMBER or op.name == "AVG"',
         fault="Tensors that are averaged together with a Python number are returned as float64.",

@@ -191,7 +191,7 @@ class PendingMessages:
 
 
 def _check_count(status: Any, dense: torch.Tensor) -> None:
-    count = mpi_calls.received(status, dense.dtype)
+    count = mpi_calls.received_count(status, dense.dtype)
     if count != dense.numel():
         raise RuntimeError(
             f"recv: expected {dense.numel()} elements of {dtypes.short(dense.dtype)} from rank {status.source} "

@@ -184,7 +184,7 @@ class StagingTransport(Transport):
         return part.host(0), put
 
     def _part(self, tensor: torch.Tensor, use: Use, mover: Mover) -> _Part:
-        checks.outside_of_graphs(tensor)
+        checks.require_no_graph_capture(tensor)
         return _Part(tensor, use, self._size if use.is_spread else 1, mover)
 
     def _without_hazards(self, tensors: Tensors, uses: Sequence[Use]) -> list[torch.Tensor]:

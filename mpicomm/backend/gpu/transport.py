@@ -76,7 +76,7 @@ class GPUDirect(Transport):
         if not devices:
             return call
         for tensor in tensors:
-            checks.outside_of_graphs(tensor)
+            checks.require_no_graph_capture(tensor)
         marks = [torch.cuda.current_stream(device).record_event() for device in devices]
 
         def when_ready() -> None:
@@ -90,10 +90,10 @@ class GPUDirect(Transport):
 
     def for_sending(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a dense tensor with the content of `tensor`; fails during a CUDA graph capture."""
-        checks.outside_of_graphs(tensor)
+        checks.require_no_graph_capture(tensor)
         return super().for_sending(tensor)
 
     def for_receiving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
         """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
-        checks.outside_of_graphs(tensor)
+        checks.require_no_graph_capture(tensor)
         return super().for_receiving(tensor)
