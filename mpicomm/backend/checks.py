@@ -144,10 +144,10 @@ def require_distinct(outputs: Sequence[torch.Tensor], operation: str, argument: 
     Strided views whose address ranges interleave (e.g. the columns of a matrix) are not analysed element by element:
     they pass unless they start at the same address.
     """
-    for (_, one), (_, other) in itertools.pairwise(_by_address(outputs)):
-        if _share(outputs[one], outputs[other]):
+    for (_, first), (_, second) in itertools.pairwise(_by_address(outputs)):
+        if _share(outputs[first], outputs[second]):
             raise ValueError(
-                f"{operation}: {argument}[{min(one, other)}] and {argument}[{max(one, other)}] share memory.\n"
+                f"{operation}: {argument}[{min(first, second)}] and {argument}[{max(first, second)}] share memory.\n"
                 f"Pass tensors with separate storage, such as [torch.empty_like(t) for _ in range(n)]; "
                 f"[t] * n repeats one tensor n times."
             )
@@ -177,10 +177,10 @@ def _by_address(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return sorted((tensor.data_ptr(), index) for index, tensor in enumerate(tensors) if tensor.numel())
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_contiguous() and other.is_contiguous():
-        return buffers.overlap(one, other)
-    return one.data_ptr() == other.data_ptr()
+def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.is_contiguous() and second.is_contiguous():
+        return buffers.overlap(first, second)
+    return first.data_ptr() == second.data_ptr()
 
 
 def require_same_own_count(counts: Sequence[int], source_counts: Sequence[int], rank: int, operation: str) -> None:
@@ -193,21 +193,22 @@ def require_same_own_count(counts: Sequence[int], source_counts: Sequence[int], 
         )
 
 
-def require_same_dtype(one: torch.Tensor, other: torch.Tensor, operation: str, argument: str) -> None:
+def require_same_dtype(value: torch.Tensor, tensor: torch.Tensor, operation: str, argument: str) -> None:
     """Check that two tensors have the same dtype."""
-    if one.dtype != other.dtype:
+    if value.dtype != tensor.dtype:
         raise ValueError(
-            f"{operation}: {argument} holds {dtypes.short(one.dtype)}, but the tensor is {dtypes.short(other.dtype)}.\n"
+            f"{operation}: {argument} holds {dtypes.short(value.dtype)}, "
+            f"but the tensor is {dtypes.short(tensor.dtype)}.\n"
             f"Convert one of them with tensor.to(dtype)."
         )
 
 
-def require_same_size(one: torch.Tensor, other: torch.Tensor, operation: str, argument: str) -> None:
+def require_same_size(value: torch.Tensor, tensor: torch.Tensor, operation: str, argument: str) -> None:
     """Check that two tensors have the same number of elements."""
-    if one.numel() != other.numel():
+    if value.numel() != tensor.numel():
         raise ValueError(
-            f"{operation}: {argument} has {one.numel()} elements (shape {list(one.shape)}), "
-            f"but the tensor has {other.numel()} (shape {list(other.shape)}).\nPass tensors of equal size."
+            f"{operation}: {argument} has {value.numel()} elements (shape {list(value.shape)}), "
+            f"but the tensor has {tensor.numel()} (shape {list(tensor.shape)}).\nPass tensors of equal size."
         )
 
 

@@ -105,8 +105,8 @@ MUTANTS = [
     ),
     Mutant(
         "require_distinct",
-        old="_share(outputs[one], outputs[other])",
-        new="False and _share(outputs[one], outputs[other])",
+        old="_share(outputs[first], outputs[second])",
+        new="False and _share(outputs[first], outputs[second])",
         fault="A tensor that occurs twice in a coalesced all_reduce is reduced twice.",
         tests="tests/mpi/test_misuse.py",
         ranks=4,

@@ -156,7 +156,9 @@ class Executor:
         """Wait for all ranks; the error on rank 0 lists the missing ranks, and the group stays usable."""
         self._state.check_open()
         # A message: it has no sequence number. It raises its own error, so the watchdog must not end the job.
-        operation = flight_recorder.note(self.record, "monitored_barrier", None, 0, None, True, True)
+        operation = flight_recorder.note(
+            self.record, "monitored_barrier", None, 0, None, is_message=True, is_running=True
+        )
         operation.exempt_from_watchdog()
         try:
             self._monitored.wait(seconds, names_all=names_all)
@@ -210,7 +212,7 @@ class Executor:
         self, name: str, dtype: torch.dtype | None, count: int, root: int | None, opts: CallOptions, is_running: bool
     ) -> Operation:
         """Record a call, with its own timeout if it has one."""
-        operation = flight_recorder.note(self.record, name, dtype, count, root, False, is_running)
+        operation = flight_recorder.note(self.record, name, dtype, count, root, is_message=False, is_running=is_running)
         if (timeout := opts.timeout) > _NO_TIME:
             operation.limit = timeout.total_seconds()
         return operation
@@ -321,7 +323,7 @@ class Executor:
         if mpi.is_abandoned() or self.is_stuck():
             mpi.abandon()
             return
-        operation = flight_recorder.note(self.record, "destroy", None, 0, None, False, True)
+        operation = flight_recorder.note(self.record, "destroy", None, 0, None, is_message=False, is_running=True)
         try:
             self._kept_works.clear()
             if self._worker is not None:

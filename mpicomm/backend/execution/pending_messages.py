@@ -99,7 +99,9 @@ class PendingMessages:
     def _note(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Operation:
         """Record a message in the flight recorder."""
         self._state.check_open()
-        operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False)
+        operation = flight_recorder.note(
+            self._record, name, tensor.dtype, tensor.numel(), peer, is_message=True, is_running=False
+        )
         if peer is not None:
             operation.number_message(tag)
         if self._state.raises_timeouts:

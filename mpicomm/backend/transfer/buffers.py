@@ -56,10 +56,10 @@ def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two dense tensors share memory."""
-    start, other_start = one.data_ptr(), other.data_ptr()
-    return start < other_start + other.nbytes and other_start < start + one.nbytes
+    start, second_start = first.data_ptr(), second.data_ptr()
+    return start < second_start + second.nbytes and second_start < start + first.nbytes
 
 
 def without_alias(dense: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
