@@ -67,8 +67,8 @@ def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
         )  # fmt: skip
 
     def turn() -> None:
-        executor._take_turn()
-        executor._give_turn_back()
+        executor._lock_if_idle()
+        executor._unlock()
 
     return {
         "mpi4py alone": lambda: comm.Allreduce(*arguments),

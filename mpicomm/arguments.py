@@ -15,6 +15,9 @@ from typing import Any
 
 from mpicomm.errors import LaunchError
 
+Timeout = float | datetime.timedelta | None
+"""A timeout argument of a public function: seconds, a timedelta, or None for the default."""
+
 _SHOWN = 500  # the most characters of a value in a message
 _LONGEST_TIMEOUT = 1e9  # seconds: 31 years, so that a larger value is probably an error
 _LONGEST_GAP = 1.0  # seconds between two checks of a deadline that count

@@ -11,7 +11,6 @@ import threading
 import time
 import types
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,6 @@ from torch._C._distributed_c10d import (  # noqa: E402  checked above
 from torch._C._dynamo import eval_frame  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-_SMALLEST_TAG_UB = 32767  # MPI-4.1, section 9.1.2
 # Added to NCCL's timeout: its watchdog aborts the process without a report of each rank's position, so that of mpicomm
 # must report first.
 _NCCL_EXTRA_SECONDS = datetime.timedelta(seconds=30)
@@ -202,6 +200,9 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_checked_backward: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+
+
 def check_backward(checked: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     """Run every backward pass in a context, which may raise another error than that of the pass.
 
@@ -227,17 +228,14 @@ def check_backward(checked: Callable[[], contextlib.AbstractContextManager[None]
     _checked_backward = checked
 
 
-_checked_backward: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-
-
-def next_node() -> int:
+def reserve_sequence_number() -> int:
     """Reserve the next sequence number of this thread's autograd nodes."""
     with torch.enable_grad():
         node = torch.zeros((), requires_grad=True).view(()).grad_fn
     return node._sequence_nr()  # type: ignore[union-attr]
 
 
-def put_node(outputs: Sequence[torch.Tensor], number: int) -> None:
+def set_sequence_number(outputs: Sequence[torch.Tensor], number: int) -> None:
     """Set the sequence number of the autograd node that computed the outputs."""
     for output in outputs:
         if output.grad_fn is not None:
@@ -259,7 +257,7 @@ def make_group(ranks: Sequence[int], name: str, timeout: datetime.timedelta | No
         module._process_group_name = given
 
 
-copy_each = torch._foreach_copy_
+copy_all = torch._foreach_copy_
 """Copies each tensor of the second list to the one of the first list, in one call."""
 
 CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
@@ -306,7 +304,7 @@ class _RegisteredBackend(Backend):
         """Do nothing: MPI is already connected."""
 
 
-def forward(methods: Iterable[str]) -> None:
+def forward_from_cpp(methods: Iterable[str]) -> None:
     """Let torch's C++ code call these methods of a process group of this package."""
     for name in methods:
         setattr(_RegisteredBackend, name, _forwarding(name))
@@ -383,18 +381,20 @@ def is_dispatch_disabled() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(_KEYS.Python)
 
 
+_NO_OVERRIDE = torch.Tensor.__torch_dispatch__
+
+
 def overrides_dispatch(value: Any) -> bool:
     """Return whether a value is a tensor whose class defines what torch's operators do with it."""
     kind = type(value)
     if kind is torch.Tensor or getattr(kind, "__torch_dispatch__", _NO_OVERRIDE) is _NO_OVERRIDE:
         return False
-    return not _is_pending(value)  # `arrived` unwraps it, also in lists of lists, where torch's dispatcher does not
+    return not _is_pending(
+        value
+    )  # `wait_if_pending` unwraps it, also in lists of lists, where torch's dispatcher does not
 
 
-_NO_OVERRIDE = torch.Tensor.__torch_dispatch__
-
-
-def arrived(tensor: torch.Tensor) -> torch.Tensor:
+def wait_if_pending(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor of a functional collective's result, after waiting for the collective."""
     return tensor.wait() if _is_pending(tensor) else tensor  # type: ignore[attr-defined]
 
@@ -411,7 +411,7 @@ def operator_call(name: str, args: Sequence[Any], group: dist.ProcessGroup) -> t
     """
     try:
         with _Capture():
-            getattr(_plain_group(), own_name(name))(*args)
+            getattr(_plain_group(), name_in_this_torch(name))(*args)
     except _Captured as call:
         operator, arguments = call.args
     arguments[_group_index(operator)] = group.boxed()
@@ -484,12 +484,7 @@ def takes_host_tensors(group: dist.ProcessGroup) -> bool:
     return any(torch.device(device).type == "cpu" for device in group._device_types)
 
 
-def tag_of(group_name: str) -> int:
-    """Return the tag with which a group's members create its communicator: equal on all members, rarely shared."""
-    return zlib.crc32(group_name.encode()) % _SMALLEST_TAG_UB
-
-
-def own_name(name: str) -> str:
+def name_in_this_torch(name: str) -> str:
     """Return the name that this torch's own groups and backends have for a method that torch 2.13 renamed."""
     return name if hasattr(Backend, name) else RENAMED.get(name, name)
 

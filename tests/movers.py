@@ -14,7 +14,8 @@ import torch
 
 from mpicomm import agreement
 from mpicomm.backend.fast_path import FastPath
-from mpicomm.backend.gpu.staging import DeviceEvent, Mover, Staged, Use
+from mpicomm.backend.gpu.staging import DeviceEvent, Mover, StagingTransport
+from mpicomm.backend.gpu.transport import Use
 
 Copy = Callable[[], None]
 
@@ -23,7 +24,7 @@ CHUNK_BYTES = 24
 _MOST_CHUNKS = 20
 
 
-class FewChunks(Staged):
+class FewChunks(StagingTransport):
     """Splits small tensors into chunks of a few elements, and large tensors into a few chunks."""
 
     def __init__(self, size: int, all_ranks: Callable[[bool], bool], *, is_on_gpu: bool = True) -> None:
@@ -102,10 +103,10 @@ class LateMover:
         assert mark is not None
         self._here.has_followed = True
 
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
+    def copy_to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         return self._start(self._fetching, pairs)
 
-    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
+    def copy_to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         return self._start(self._putting, pairs)
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ def require(kind: str) -> None:
 
 def lead_by(kind: str, handle: dist.ProcessGroup) -> None:
     """Let the tensors of a new group use shared memory at every size."""
-    path: Any = handle._executor.node  # type: ignore[attr-defined]
+    path: Any = handle._executor.algorithms  # type: ignore[attr-defined]
     path._choices = _all_sizes(handle.size())
     if kind == "two nodes":
         path.split_by_node = lambda comm: comm.Split(comm.rank // 2, comm.rank)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpicomm.native.c_library import NARROW_FLOATS
+from mpicomm.backend.transfer.dtypes import NARROW_FLOATS
 
 
 def ordered_sum(terms: Sequence[torch.Tensor], divisor: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,17 +16,21 @@ from mpicomm.errors import MpicommError
 T = TypeVar("T")
 
 
-def single(tensors: Any, operation: str) -> torch.Tensor:
+def require_single_tensor(tensors: Any, operation: str) -> torch.Tensor:
     """Return a tensor that can be sent, given alone or as a list of one."""
-    return tensor(tensors if isinstance(tensors, torch.Tensor) else only(tensors, operation), operation)
+    return require_tensor(
+        tensors if isinstance(tensors, torch.Tensor) else require_single(tensors, operation), operation
+    )
 
 
-def single_written(tensors: Any, operation: str) -> torch.Tensor:
+def require_single_output(tensors: Any, operation: str) -> torch.Tensor:
     """Return a tensor that can be received into, given alone or as a list of one."""
-    return written(tensors if isinstance(tensors, torch.Tensor) else only(tensors, operation), operation)
+    return require_output(
+        tensors if isinstance(tensors, torch.Tensor) else require_single(tensors, operation), operation
+    )
 
 
-def some(values: Sequence[T], operation: str) -> Sequence[T]:
+def require_nonempty(values: Sequence[T], operation: str) -> Sequence[T]:
     """Return the list if it is not empty."""
     if not values:
         raise ValueError(
@@ -35,12 +39,12 @@ def some(values: Sequence[T], operation: str) -> Sequence[T]:
     return values
 
 
-def only_list(lists: Sequence[Any], operation: str) -> Any:
+def require_single_list(lists: Sequence[Any], operation: str) -> Any:
     """Return a list of tensors, given alone or as the only element of a list."""
-    return lists if lists and isinstance(lists[0], torch.Tensor) else only(lists, operation)
+    return lists if lists and isinstance(lists[0], torch.Tensor) else require_single(lists, operation)
 
 
-def only(values: Sequence[T], operation: str) -> T:
+def require_single(values: Sequence[T], operation: str) -> T:
     """Return the element of a list of one; torch's signatures date from several GPUs per process and allow more."""
     if len(values) != 1:
         raise ValueError(
@@ -49,11 +53,11 @@ def only(values: Sequence[T], operation: str) -> T:
     return values[0]
 
 
-def tensor(value: Any, operation: str) -> torch.Tensor:
+def require_tensor(value: Any, operation: str) -> torch.Tensor:
     """Return `value` if it is a tensor that can be sent: dense, not quantized, on cpu or cuda, with storage."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(value).__name__}.\nPass a torch.Tensor.")
-    value = torch_internals.arrived(value)
+    value = torch_internals.wait_if_pending(value)
     if value.layout != torch.strided:
         raise ValueError(
             f"{operation}: expected a dense tensor, got layout {value.layout}.\nConvert it with tensor.to_dense()."
@@ -62,10 +66,10 @@ def tensor(value: Any, operation: str) -> torch.Tensor:
         raise ValueError(
             f"{operation}: expected a tensor that is not quantized, got {value.dtype}.\nPass tensor.int_repr() instead."
         )
-    return in_memory(on_known_device(value, operation), operation)
+    return require_storage(require_known_device(value, operation), operation)
 
 
-def in_memory(value: torch.Tensor, operation: str) -> torch.Tensor:
+def require_storage(value: torch.Tensor, operation: str) -> torch.Tensor:
     """Return a tensor if it has storage; fake tensors and wrapper subclasses have none."""
     try:
         address = value.data_ptr()
@@ -80,7 +84,7 @@ def in_memory(value: torch.Tensor, operation: str) -> torch.Tensor:
     return value
 
 
-def on_known_device(value: torch.Tensor, operation: str) -> torch.Tensor:
+def require_known_device(value: torch.Tensor, operation: str) -> torch.Tensor:
     """Return a tensor if this backend supports its device."""
     if not (value.is_cpu or value.is_cuda):
         raise ValueError(
@@ -90,7 +94,7 @@ def on_known_device(value: torch.Tensor, operation: str) -> torch.Tensor:
     return value
 
 
-def outside_of_graphs(value: torch.Tensor) -> None:
+def require_no_graph_capture(value: torch.Tensor) -> None:
     """Check that no CUDA graph capture is in progress on the tensor's stream."""
     if torch_internals.is_capturing(value):
         raise MpicommError(
@@ -99,9 +103,9 @@ def outside_of_graphs(value: torch.Tensor) -> None:
         )
 
 
-def written(value: Any, operation: str) -> torch.Tensor:
+def require_output(value: Any, operation: str) -> torch.Tensor:
     """Return `value` if it is a tensor that can be received into."""
-    value = tensor(value, operation)
+    value = require_tensor(value, operation)
     is_expanded = 0 in value.stride() and not value.is_contiguous()
     if is_expanded:
         raise ValueError(
@@ -111,7 +115,7 @@ def written(value: Any, operation: str) -> torch.Tensor:
     return value
 
 
-def one_per_rank(
+def require_one_per_rank(
     tensors: Any, size: int, operation: str, argument: str, *, are_written: bool = False
 ) -> list[torch.Tensor]:
     """Return the list if it has one valid tensor per rank."""
@@ -120,11 +124,11 @@ def one_per_rank(
             f"{operation}: {argument} has {len(tensors)} tensors, but the group has {size} ranks.\n"
             f"Pass one tensor per rank."
         )
-    check = written if are_written else tensor
+    check = require_output if are_written else require_tensor
     return [check(tensor, operation) for tensor in tensors]
 
 
-def lists_per_rank(lists: Sequence[Any], size: int, length: int, operation: str, argument: str) -> None:
+def require_lists_per_rank(lists: Sequence[Any], size: int, length: int, operation: str, argument: str) -> None:
     """Check that there is one list per rank, each of `length` tensors."""
     lengths = [len(tensors) for tensors in lists]
     if lengths != [length] * size:
@@ -134,26 +138,26 @@ def lists_per_rank(lists: Sequence[Any], size: int, length: int, operation: str,
         )
 
 
-def distinct(outputs: Sequence[torch.Tensor], operation: str, argument: str) -> None:
+def require_distinct(outputs: Sequence[torch.Tensor], operation: str, argument: str) -> None:
     """Check that no two outputs share memory: the later result would overwrite the earlier one.
 
     Strided views whose address ranges interleave (e.g. the columns of a matrix) are not analysed element by element:
     they pass unless they start at the same address.
     """
-    for (_, one), (_, other) in itertools.pairwise(_by_address(outputs)):
-        if _share(outputs[one], outputs[other]):
+    for (_, first), (_, second) in itertools.pairwise(_by_address(outputs)):
+        if _share(outputs[first], outputs[second]):
             raise ValueError(
-                f"{operation}: {argument}[{min(one, other)}] and {argument}[{max(one, other)}] share memory.\n"
+                f"{operation}: {argument}[{min(first, second)}] and {argument}[{max(first, second)}] share memory.\n"
                 f"Pass tensors with separate storage, such as [torch.empty_like(t) for _ in range(n)]; "
                 f"[t] * n repeats one tensor n times."
             )
 
 
-def unread(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], operation: str) -> None:
+def require_unread_by_others(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], operation: str) -> None:
     """Check that no output overlaps the input of another pair, which may be read after the output is written.
 
     Args:
-        outputs: Outputs that pass `distinct`; the same number for each input, in the order of the inputs.
+        outputs: Outputs that pass `require_distinct`; the same number for each input, in the order of the inputs.
     """
     by_address, share = _by_address(outputs), len(outputs) // len(sources)
     for index, source in enumerate(sources):
@@ -173,13 +177,13 @@ def _by_address(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return sorted((tensor.data_ptr(), index) for index, tensor in enumerate(tensors) if tensor.numel())
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_contiguous() and other.is_contiguous():
-        return buffers.overlap(one, other)
-    return one.data_ptr() == other.data_ptr()
+def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.is_contiguous() and second.is_contiguous():
+        return buffers.overlap(first, second)
+    return first.data_ptr() == second.data_ptr()
 
 
-def same_share(counts: Sequence[int], source_counts: Sequence[int], rank: int, operation: str) -> None:
+def require_same_own_count(counts: Sequence[int], source_counts: Sequence[int], rank: int, operation: str) -> None:
     """Check that a rank receives as many elements from itself as it sends to itself."""
     if counts[rank] != source_counts[rank]:
         raise ValueError(
@@ -189,36 +193,39 @@ def same_share(counts: Sequence[int], source_counts: Sequence[int], rank: int, o
         )
 
 
-def same_dtype(one: torch.Tensor, other: torch.Tensor, operation: str, argument: str) -> None:
+def require_same_dtype(value: torch.Tensor, tensor: torch.Tensor, operation: str, argument: str) -> None:
     """Check that two tensors have the same dtype."""
-    if one.dtype != other.dtype:
+    if value.dtype != tensor.dtype:
         raise ValueError(
-            f"{operation}: {argument} holds {dtypes.short(one.dtype)}, but the tensor is {dtypes.short(other.dtype)}.\n"
+            f"{operation}: {argument} holds {dtypes.short(value.dtype)}, "
+            f"but the tensor is {dtypes.short(tensor.dtype)}.\n"
             f"Convert one of them with tensor.to(dtype)."
         )
 
 
-def same_size(one: torch.Tensor, other: torch.Tensor, operation: str, argument: str) -> None:
+def require_same_size(value: torch.Tensor, tensor: torch.Tensor, operation: str, argument: str) -> None:
     """Check that two tensors have the same number of elements."""
-    if one.numel() != other.numel():
+    if value.numel() != tensor.numel():
         raise ValueError(
-            f"{operation}: {argument} has {one.numel()} elements (shape {list(one.shape)}), "
-            f"but the tensor has {other.numel()} (shape {list(other.shape)}).\nPass tensors of equal size."
+            f"{operation}: {argument} has {value.numel()} elements (shape {list(value.shape)}), "
+            f"but the tensor has {tensor.numel()} (shape {list(tensor.shape)}).\nPass tensors of equal size."
         )
 
 
-def matching(tensors: Sequence[torch.Tensor], own: torch.Tensor, rank: int, operation: str, argument: str) -> None:
+def require_matching(
+    tensors: Sequence[torch.Tensor], own: torch.Tensor, rank: int, operation: str, argument: str
+) -> None:
     """Check a list with a tensor for each rank: equal dtypes, and this rank's as large as its own tensor."""
     for tensor in tensors:
-        same_dtype(tensor, own, operation, argument)
-    same_size(tensors[rank], own, operation, f"{argument}[{rank}]")
+        require_same_dtype(tensor, own, operation, argument)
+    require_same_size(tensors[rank], own, operation, f"{argument}[{rank}]")
 
 
-def multiple(
+def require_multiple_of(
     large: torch.Tensor, small: torch.Tensor, size: int, operation: str, large_name: str, small_name: str
 ) -> None:
     """Check that `large` has the dtype of `small` and `size` times its number of elements: one block per rank."""
-    same_dtype(large, small, operation, large_name)
+    require_same_dtype(large, small, operation, large_name)
     if large.numel() != size * small.numel():
         raise ValueError(
             f"{operation}: {large_name} has {large.numel()} elements, but {small_name} has {small.numel()} "
@@ -226,7 +233,7 @@ def multiple(
         )
 
 
-def splits(sizes: Sequence[int], tensor: torch.Tensor, size: int, operation: str, argument: str) -> list[int]:
+def require_splits(sizes: Sequence[int], tensor: torch.Tensor, size: int, operation: str, argument: str) -> list[int]:
     """Return the number of elements of each rank's part of a tensor that is split along dimension 0.
 
     Args:
@@ -248,7 +255,7 @@ def splits(sizes: Sequence[int], tensor: torch.Tensor, size: int, operation: str
     return [num_rows * (tensor.numel() // rows if rows else 0) for num_rows in sizes]
 
 
-def rank(value: int, size: int, operation: str, argument: str) -> int:
+def require_rank(value: int, size: int, operation: str, argument: str) -> int:
     """Return `value` if it is a rank of the group."""
     if not 0 <= value < size:
         raise ValueError(
@@ -257,19 +264,9 @@ def rank(value: int, size: int, operation: str, argument: str) -> int:
     return value
 
 
-def tag(value: int, operation: str) -> int:
+def require_tag(value: int, operation: str) -> int:
     """Return `value` if it is a valid tag for user messages."""
     largest = mpi_calls.largest_tag()
     if not 0 <= value <= largest:
         raise ValueError(f"{operation}: tag={value} is out of range for this MPI.\nPass a tag from 0 to {largest}.")
     return value
-
-
-def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
-    """Return the first tensor in the values and their nested lists, or None."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return value
-        if isinstance(value, list | tuple) and (tensor := first_tensor(value)) is not None:
-            return tensor
-    return None

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import torch_internals
-from mpicomm.backend import checks, dispatcher
+from mpicomm.backend import dispatcher
 from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.operations import TABLE
-from mpicomm.backend.process_group import MPIProcessGroup, Timeout
+from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.recorder import flight_recorder
 
 MakeInner = Callable[[Executor, str, dist.Store], Any]
@@ -66,7 +66,7 @@ class CompositeProcessGroup(MPIProcessGroup):
     def _make_part(self, executor: Executor, name: str, store: dist.Store) -> CompositeProcessGroup:
         return CompositeProcessGroup(executor, name, self._backend_name, store, self._device_type, self._make_inner)
 
-    def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: datetime.timedelta | None = None) -> dist.Work:
         """Synchronise the current CUDA stream, then wait for every rank (collective)."""
         if self._device_type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -138,7 +138,7 @@ def _delegate(name: str, inner_name: str) -> None:
 
     @functools.wraps(over_mpi)
     def method(self: CompositeProcessGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
-        tensor = checks.first_tensor([*args, *kwargs.values()])
+        tensor = dispatcher.first_tensor([*args, *kwargs.values()])
         if tensor is None or tensor.device.type != self._device_type:
             return over_mpi(self, *args, **kwargs)
         if dispatcher.is_needed(*args, *kwargs.values()):
@@ -161,7 +161,7 @@ def _delegate(name: str, inner_name: str) -> None:
 
 for _name in (*(operation.method for operation in TABLE), *_MESSAGES):
     for _alias in dict.fromkeys((_name, torch_internals.RENAMED.get(_name, _name))):
-        _delegate(_alias, torch_internals.own_name(_name))
+        _delegate(_alias, torch_internals.name_in_this_torch(_name))
 
 torch_internals.hide_from_compiler(CompositeProcessGroup)
 torch_internals.coalesce_batches_of(CompositeProcessGroup)

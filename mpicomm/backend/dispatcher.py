@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from mpicomm.backend.execution.work import JointWork
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _DispatchedCall:
     """A call of an operator by a method of a group."""
 
     group: dist.ProcessGroup
@@ -34,7 +34,7 @@ class _Call:
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[_DispatchedCall] = []
         self.kernels = 0
         """The number of kernels in progress; their operations do not pass through the dispatcher again."""
 
@@ -75,7 +75,7 @@ def call(group: dist.ProcessGroup, name: str, tensors: Sequence[Any], *rest: Any
     if not torch_internals.KERNELS_CALL_BACKENDS:
         with _adding_kernel:
             torch_internals.add_kernel(operator, _run_current)
-    made = _Call(group, name, tensors, rest, [])
+    made = _DispatchedCall(group, name, tensors, rest, [])
     _local.calls.append(made)
     try:
         result = operator(*arguments)
@@ -116,3 +116,13 @@ def as_list(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Te
 def as_lists(lists: Sequence[Any]) -> Sequence[Any]:
     """Return a list of lists of tensors, given as such or as its only element."""
     return [lists] if lists and isinstance(lists[0], torch.Tensor) else lists
+
+
+def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    """Return the first tensor in the values and their nested lists, or None."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, list | tuple) and (tensor := first_tensor(value)) is not None:
+            return tensor
+    return None

@@ -52,11 +52,11 @@ class FastPath:
         self._transport = executor.transport
         self._submit = executor.submit_plain
         self._rank, self._size = executor.comm.rank, executor.comm.size
-        self._plans = [
-            {dtype: reductions.plan(op, dtype, self._size, "all_reduce") for dtype in _dtypes_of(op)}
+        self._reductions = [
+            {dtype: reductions.reduction_for(op, dtype, self._size, "all_reduce") for dtype in _dtypes_of(op)}
             for op in torch_internals.reduce_ops()
         ]
-        self._sums = self._plans[_SUM]
+        self._sums = self._reductions[_SUM]
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
@@ -64,32 +64,32 @@ class FastPath:
         """All-reduce one tensor in place."""
         if type(opts) is not AllreduceOptions or not _is_single(tensors) or not self._is_plain(tensor := tensors[0]):
             return None
-        if (plan := self._plan(opts.reduceOp, tensor.dtype)) is None:
+        if (reduction := self._reduction(opts.reduceOp, tensor.dtype)) is None:
             return None
         return self._submit(
-            "all_reduce", tensor.dtype, tensor.numel(), None, opts, tensors, self._dense.all_reduce, tensor, plan
+            "all_reduce", tensor.dtype, tensor.numel(), None, opts, tensors, self._dense.all_reduce, tensor, reduction
         )
 
     def reduce(self, tensors: Any, opts: Any) -> Work:
         """Reduce one tensor in place on the root."""
         if type(opts) is not ReduceOptions or not _is_single(tensors) or not self._is_plain(tensor := tensors[0]):
             return None
-        root, plan = opts.rootRank, self._plan(opts.reduceOp, tensor.dtype)
-        if plan is None or not 0 <= root < self._size:
+        root, reduction = opts.rootRank, self._reduction(opts.reduceOp, tensor.dtype)
+        if reduction is None or not 0 <= root < self._size:
             return None
         return self._submit(
-            "reduce", tensor.dtype, tensor.numel(), root, opts, tensors, self._dense.reduce, tensor, plan, root
+            "reduce", tensor.dtype, tensor.numel(), root, opts, tensors, self._dense.reduce, tensor, reduction, root
         )
 
     def reduce_scatter_single(self, output: Any, source: Any, opts: Any) -> Work:
         """Reduce a tensor of group size times the output; each rank receives its block."""
         if type(opts) is not ReduceScatterOptions or not self._are_blocks(source, output):
             return None
-        if (plan := self._plan(opts.reduceOp, output.dtype)) is None:
+        if (reduction := self._reduction(opts.reduceOp, output.dtype)) is None:
             return None
         run = self._dense.reduce_scatter
         return self._submit(
-            "reduce_scatter", source.dtype, source.numel(), None, opts, [output], run, output, source, plan
+            "reduce_scatter", source.dtype, source.numel(), None, opts, [output], run, output, source, reduction
         )
 
     # -- data movement -------------------------------------------------------------------------------------------
@@ -171,9 +171,9 @@ class FastPath:
 
     # -- conditions ----------------------------------------------------------------------------------------------
 
-    def _plan(self, op: Any, dtype: torch.dtype) -> Reduction | None:
+    def _reduction(self, op: Any, dtype: torch.dtype) -> Reduction | None:
         """Return how to reduce tensors of a dtype; None for the general path."""
-        return (self._sums if op == _SUM else self._plans[op.op]).get(dtype)
+        return (self._sums if op == _SUM else self._reductions[op.op]).get(dtype)
 
     def _is_plain(self, tensor: Any) -> bool:
         """Return whether MPI can access the elements of a tensor in their order, and it has any.
@@ -197,18 +197,18 @@ class FastPath:
             return False
         return large.dtype is small.dtype and large.numel() == small.numel() * self._size
 
-    def _is_list_of_blocks(self, tensors: Any, one: torch.Tensor) -> bool:
-        """Return whether a list has a separate tensor like `one` for each rank."""
-        nbytes, dtype = one.nbytes, one.dtype
+    def _is_list_of_blocks(self, tensors: Any, block: torch.Tensor) -> bool:
+        """Return whether a list has a separate tensor like `block` for each rank."""
+        nbytes, dtype = block.nbytes, block.dtype
         if type(tensors) is not list or len(tensors) != self._size:
             return False
         if nbytes * self._size > self._transport.whole_bytes:
             return False
-        for each in tensors:
-            if not self._is_plain(each) or each.dtype is not dtype or each.nbytes != nbytes:
+        for tensor in tensors:
+            if not self._is_plain(tensor) or tensor.dtype is not dtype or tensor.nbytes != nbytes:
                 return False
-        places = sorted([each.data_ptr() for each in tensors])
-        return all([after - before >= nbytes for before, after in itertools.pairwise(places)])  # noqa: C419  faster
+        addresses = sorted([tensor.data_ptr() for tensor in tensors])
+        return all([following - address >= nbytes for address, following in itertools.pairwise(addresses)])  # noqa: C419  faster
 
 
 def _dtypes_of(op: Any) -> tuple[torch.dtype, ...]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomm import mpi, torch_internals
-from mpicomm.backend.execution import future_callbacks
+from mpicomm import mpi
+from mpicomm.backend.execution import backward_errors
 from mpicomm.backend.execution.executor import Executor
-from mpicomm.backend.gpu import transport as gpu_transport
+from mpicomm.backend.gpu.probe import choose_transport
+from mpicomm.backend.gpu.transport import DIRECT
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.recorder import flight_recorder
 from mpicomm.settings import Settings
@@ -19,10 +21,12 @@ from mpicomm.watchdog import rank_failures
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+_SMALLEST_TAG_UB = 32767  # the largest tag that every MPI allows: MPI-4.1, section 9.1.2
+
 _executors: weakref.WeakSet[Executor] = weakref.WeakSet()  # created and read on the main thread
 
 
-def make_by_options(options: Any, *, takes_gpu_tensors: bool) -> Executor:
+def make_for_torch(options: Any, *, takes_gpu_tensors: bool) -> Executor:
     """Create the executor of a group that torch creates (collective over its ranks).
 
     Args:
@@ -32,7 +36,7 @@ def make_by_options(options: Any, *, takes_gpu_tensors: bool) -> Executor:
     Raises:
         MpicommError: If the arguments `rank` and `world_size` of `init_process_group` contradict MPI.
     """
-    future_callbacks.watch_backward()
+    backward_errors.watch_backward()
     name, seconds = options.group_id, options.timeout.total_seconds()
     if ranks := list(options.global_ranks_in_group):
         return make(name, ranks, seconds, takes_gpu_tensors=takes_gpu_tensors)
@@ -66,7 +70,7 @@ def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], tak
     operation = flight_recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True)
     try:
         comm = mpi.tracked(make_comm())
-        transport = gpu_transport.choose(comm, settings) if takes_gpu_tensors else gpu_transport.NO_TRANSPORT
+        transport = choose_transport(comm, settings) if takes_gpu_tensors else DIRECT
     except Exception as error:
         rank_failures.check(error)
         raise
@@ -80,8 +84,9 @@ def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], tak
 def _make_comm(name: str, ranks: Sequence[int]) -> Intracomm:
     world = mpi.job_comm()
     members = world.group.Incl(ranks)
+    tag = zlib.crc32(name.encode()) % _SMALLEST_TAG_UB  # equal on all members, rarely that of another group
     try:
-        return world.Create_group(members, tag=torch_internals.tag_of(name))
+        return world.Create_group(members, tag=tag)
     finally:
         members.Free()
 

@@ -18,7 +18,7 @@ import torch
 
 from mpicomm import torch_internals
 from mpicomm.backend import checks, dispatcher
-from mpicomm.backend.gpu.staging import Call, Transport, Use
+from mpicomm.backend.gpu.transport import Call, Transport, Use
 from mpicomm.backend.transfer import buffers, dtypes, mpi_calls, reductions
 from mpicomm.backend.transfer.buffers import Tensors
 from mpicomm.backend.transfer.dense_collectives import DenseCollectives
@@ -80,13 +80,13 @@ class Collective:
     """The tensors that the profiler reports."""
 
     compared: Tensors
-    """The tensors to compare between ranks: equal dtypes, and equal shapes unless `any_size`."""
+    """The tensors to compare between ranks: equal dtypes, and equal shapes unless `sizes_may_differ`."""
 
     root: int | None
-    also: str
+    signature_suffix: str
     """Further text that must be equal on all ranks."""
 
-    any_size: bool
+    sizes_may_differ: bool
 
     @property
     def count(self) -> int:
@@ -96,10 +96,10 @@ class Collective:
     @property
     def signature(self) -> str:
         """The text that must be equal on all ranks, e.g. `broadcast float32[4] (root: rank 0 of the group)`."""
-        shapes = ["" if self.any_size else str(list(tensor.shape)) for tensor in self.compared]
+        shapes = ["" if self.sizes_may_differ else str(list(tensor.shape)) for tensor in self.compared]
         tensors = [dtypes.short(tensor.dtype) + shape for tensor, shape in zip(self.compared, shapes, strict=True)]
         root = "" if self.root is None else f"(root: rank {self.root} of the group)"
-        return " ".join(filter(None, [self.name, self.also, ", ".join(tensors), root]))
+        return " ".join(filter(None, [self.name, self.signature_suffix, ", ".join(tensors), root]))
 
     def prepared(self, transport: Transport) -> Call:
         """Return the call that runs all steps in order."""
@@ -164,23 +164,23 @@ class CollectiveOperation:
     output: Side
     source: Side
     documentation: str
-    called: str = ""
+    public_name: str = ""
     """The function of torch.distributed that errors name; empty for `name`."""
 
     root: str = ""
     """The parameter of torch.distributed that selects the root, "src" or "dst"; empty for an operation without root."""
 
     reduces: bool = False
-    lists: str = ""
+    list_parameter: str = ""
     """The parameter of torch.distributed that is the list, for errors."""
 
-    any_size: bool = False
+    sizes_may_differ: bool = False
     """Whether the sizes of tensors may differ between ranks, and not every rank knows all of them."""
 
     compares_outputs: bool = False
     """Whether the ranks compare the outputs; otherwise the inputs."""
 
-    passed: Sequence[Callable[[Any], Any]] = ()
+    operator_forms: Sequence[Callable[[Any], Any]] = ()
     """For each tensor argument, the form in which torch's operator takes it; empty if torch has no operator."""
 
     @functools.cached_property
@@ -209,43 +209,49 @@ class CollectiveOperation:
 
     def describe(self, dense: DenseCollectives, opts: Any, arguments: Mapping[str, Any]) -> Collective:
         """Check the arguments of a call, before any communication, and return the call."""
-        call = _Checked(self, dense, opts)
+        call = _CallInProgress(self, dense, opts)
         pairs = self.check(call, **arguments)
         if call.is_sparse:
             return _sparse_all_reduce(call, pairs[0][0][0])
         results = [tensor for outputs, _ in pairs for tensor in outputs]
         inputs = [tensor for _, sources in pairs for tensor in sources] or results
         if self.reduces:
-            plans = [call.plan((outputs or sources)[0].dtype) for outputs, sources in pairs]
-            steps = [call.step(*pair, reduction=plan) for pair, plan in zip(pairs, plans, strict=True)]
-            call.also = plans[0].name
+            call_reductions = [call.reduction((outputs or sources)[0].dtype) for outputs, sources in pairs]
+            steps = [
+                call.step(*pair, reduction=reduction) for pair, reduction in zip(pairs, call_reductions, strict=True)
+            ]
+            call.signature_suffix = call_reductions[0].name
         else:
             steps = [call.step(*pair) for pair in pairs]
         compared = results if self.compares_outputs else inputs
-        return Collective(self.name, steps, results, inputs, compared, call.root, call.also, call.any_size)
+        return Collective(
+            self.name, steps, results, inputs, compared, call.root, call.signature_suffix, call.sizes_may_differ
+        )
 
 
 _FIELDS = {"op": "reduceOp", "root": "rootRank"}
 """The fields of options by their names in torch's older signatures."""
 
 
-class _Checked:
-    """One call, whose arguments are checked by the functions below; each error names the operation and the argument."""
+class _CallInProgress:
+    """A call whose arguments the functions below check; each error names the operation and the argument."""
 
     def __init__(self, row: CollectiveOperation, dense: DenseCollectives, opts: Any) -> None:
         self.row, self.dense, self.opts = row, dense, opts
         self.rank, self.size = dense.comm.rank, dense.comm.size
-        self.called = row.called or row.name
-        self.root = checks.rank(opts.rootRank, self.size, self.called, row.root) if row.root else None
+        self.public_name = row.public_name or row.name
+        self.root = checks.require_rank(opts.rootRank, self.size, self.public_name, row.root) if row.root else None
         self.is_root = self.root in (None, self.rank)  # without a root, every rank has the tensors of a root
-        self.any_size = row.any_size
+        self.sizes_may_differ = row.sizes_may_differ
         self.is_sparse = False
-        self.also = ""
+        self.signature_suffix = ""
         self.counts: dict[str, Sequence[int]] = {}
 
-    def plan(self, dtype: torch.dtype) -> Reduction:
+    def reduction(self, dtype: torch.dtype) -> Reduction:
         """Return how to reduce tensors of a dtype."""
-        return reductions.plan(self.opts.reduceOp, dtype, self.size, self.called, is_sparse=self.is_sparse)
+        return reductions.reduction_for(
+            self.opts.reduceOp, dtype, self.size, self.public_name, is_sparse=self.is_sparse
+        )
 
     def step(self, outputs: Tensors, sources: Tensors, **settings: Any) -> CollectiveStep:
         """Return the step of the call on one pair of outputs and inputs."""
@@ -256,12 +262,12 @@ class _Checked:
             of_root, of_others = (_IN_PLACE, _READ) if row.reduces else (_READ, _WRITTEN)  # otherwise a broadcast
             use = of_root if self.is_root else of_others
             return CollectiveStep(run, outputs, (use,), 1)
-        output_use = _SPREAD_WRITTEN if row.output is Side.BLOCKS and not self.any_size else _WRITTEN
-        source_use = _SPREAD_READ if row.source is Side.BLOCKS and not self.any_size else _READ
+        output_use = _SPREAD_WRITTEN if row.output is Side.BLOCKS and not self.sizes_may_differ else _WRITTEN
+        source_use = _SPREAD_READ if row.source is Side.BLOCKS and not self.sizes_may_differ else _READ
         uses = [*[output_use] * len(outputs), *[source_use] * len(sources)]
         # Ranks that know each other's sizes cut their tensors alike where they are staged in chunks.
         blocks = outputs if row.output is Side.LIST else sources if row.source is Side.LIST else ()
-        is_even = not self.any_size and buffers.uneven_counts(blocks) is None
+        is_even = not self.sizes_may_differ and buffers.uneven_counts(blocks) is None
 
         def run_on_sides(*tensors: torch.Tensor) -> None:
             of_outputs, of_sources = tensors[: len(outputs)], tensors[len(outputs) :]
@@ -276,128 +282,136 @@ class _Checked:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _in_place(call: _Checked, tensors: Any) -> Pairs:
-    return [([checks.single_written(tensors, call.called)], [])]
+def _in_place(call: _CallInProgress, tensors: Any) -> Pairs:
+    return [([checks.require_single_output(tensors, call.public_name)], [])]
 
 
-def _in_place_or_sparse(call: _Checked, tensors: Any) -> Pairs:
-    tensor = tensors if isinstance(tensors, torch.Tensor) else checks.only(tensors, call.called)
+def _in_place_or_sparse(call: _CallInProgress, tensors: Any) -> Pairs:
+    tensor = tensors if isinstance(tensors, torch.Tensor) else checks.require_single(tensors, call.public_name)
     if getattr(tensor, "layout", None) != torch.sparse_coo:
-        return [([checks.written(tensor, call.called)], [])]
+        return [([checks.require_output(tensor, call.public_name)], [])]
     call.is_sparse = True
-    return [([checks.on_known_device(tensor, call.called)], [])]
+    return [([checks.require_known_device(tensor, call.public_name)], [])]
 
 
-def _all_in_place(call: _Checked, tensors: Tensors) -> Pairs:
-    tensors = [checks.written(tensor, call.called) for tensor in checks.some(tensors, call.called)]
-    checks.distinct(tensors, call.called, "tensors")
+def _all_in_place(call: _CallInProgress, tensors: Tensors) -> Pairs:
+    tensors = [
+        checks.require_output(tensor, call.public_name) for tensor in checks.require_nonempty(tensors, call.public_name)
+    ]
+    checks.require_distinct(tensors, call.public_name, "tensors")
     return [([tensor], []) for tensor in tensors]
 
 
-def _blocks(call: _Checked, output: torch.Tensor, source: torch.Tensor) -> Pairs:
+def _blocks(call: _CallInProgress, output: torch.Tensor, source: torch.Tensor) -> Pairs:
     return _all_blocks(call, [output], [source])
 
 
-def _all_blocks(call: _Checked, outputs: Tensors, inputs: Tensors) -> Pairs:
-    if len(outputs) != len(checks.some(inputs, call.called)):
+def _all_blocks(call: _CallInProgress, outputs: Tensors, inputs: Tensors) -> Pairs:
+    if len(outputs) != len(checks.require_nonempty(inputs, call.public_name)):
         raise ValueError(
-            f"{call.called}: got {len(outputs)} outputs for {len(inputs)} inputs.\nPass one output for each input."
+            f"{call.public_name}: got {len(outputs)} outputs for {len(inputs)} inputs.\nPass one output for each input."
         )
-    outputs = [checks.written(tensor, call.called) for tensor in outputs]
-    inputs = [checks.tensor(tensor, call.called) for tensor in inputs]
+    outputs = [checks.require_output(tensor, call.public_name) for tensor in outputs]
+    inputs = [checks.require_tensor(tensor, call.public_name) for tensor in inputs]
     if len(outputs) > 1:
-        checks.distinct(outputs, call.called, "output")
-        checks.unread(outputs, inputs, call.called)
+        checks.require_distinct(outputs, call.public_name, "output")
+        checks.require_unread_by_others(outputs, inputs, call.public_name)
     for output, source in zip(outputs, inputs, strict=True):
         if call.row.output is Side.BLOCKS:
-            checks.multiple(output, source, call.size, call.called, "output", "input")
+            checks.require_multiple_of(output, source, call.size, call.public_name, "output", "input")
         else:
-            checks.multiple(source, output, call.size, call.called, "input", "output")
+            checks.require_multiple_of(source, output, call.size, call.public_name, "input", "output")
     return [([output], [source]) for output, source in zip(outputs, inputs, strict=True)]
 
 
-def _blocks_of_root(call: _Checked, output: torch.Tensor | None, source: torch.Tensor) -> Pairs:
-    source = checks.tensor(source, call.called)
+def _blocks_of_root(call: _CallInProgress, output: torch.Tensor | None, source: torch.Tensor) -> Pairs:
+    source = checks.require_tensor(source, call.public_name)
     if not call.is_root:
         return [([], [source])]
-    output = checks.written(output, call.called)
-    checks.multiple(output, source, call.size, call.called, "output", "input")
+    output = checks.require_output(output, call.public_name)
+    checks.require_multiple_of(output, source, call.size, call.public_name, "output", "input")
     return [([output], [source])]
 
 
-def _list_of_outputs(call: _Checked, outputs: Any, inputs: Any) -> Pairs:
-    source = checks.single(inputs, call.called)
+def _list_of_outputs(call: _CallInProgress, outputs: Any, inputs: Any) -> Pairs:
+    source = checks.require_single_tensor(inputs, call.public_name)
     if not call.is_root:
         return [([], [source])]
-    targets = _list(call, checks.only_list(outputs, call.called), source, are_written=True)
-    checks.distinct(targets, call.called, call.row.lists)
+    targets = _list(call, checks.require_single_list(outputs, call.public_name), source, are_written=True)
+    checks.require_distinct(targets, call.public_name, call.row.list_parameter)
     return [(targets, [source])]
 
 
-def _list_of_inputs(call: _Checked, outputs: Any, inputs: Any) -> Pairs:
-    output = checks.single_written(outputs, call.called)
-    sources = _list(call, checks.only_list(inputs, call.called), output) if call.is_root else []
+def _list_of_inputs(call: _CallInProgress, outputs: Any, inputs: Any) -> Pairs:
+    output = checks.require_single_output(outputs, call.public_name)
+    sources = _list(call, checks.require_single_list(inputs, call.public_name), output) if call.is_root else []
     return [([output], sources)]
 
 
-def _list(call: _Checked, tensors: Any, own: torch.Tensor, *, are_written: bool = False) -> Tensors:
+def _list(call: _CallInProgress, tensors: Any, own: torch.Tensor, *, are_written: bool = False) -> Tensors:
     """Return a list with a tensor for each rank, where this rank's is as large as its other tensor."""
-    tensors = checks.one_per_rank(tensors, call.size, call.called, call.row.lists, are_written=are_written)
-    checks.matching(tensors, own, call.rank, call.called, call.row.lists)
+    tensors = checks.require_one_per_rank(
+        tensors, call.size, call.public_name, call.row.list_parameter, are_written=are_written
+    )
+    checks.require_matching(tensors, own, call.rank, call.public_name, call.row.list_parameter)
     return tensors
 
 
-def _several_lists_of_outputs(call: _Checked, outputs: Sequence[Tensors], inputs: Tensors) -> Pairs:
-    sources = [checks.tensor(tensor, call.called) for tensor in checks.some(inputs, call.called)]
-    checks.lists_per_rank(outputs, call.size, len(sources), call.called, "output_tensor_lists")
-    targets = [[checks.written(of_rank[i], call.called) for of_rank in outputs] for i in range(len(sources))]
+def _several_lists_of_outputs(call: _CallInProgress, outputs: Sequence[Tensors], inputs: Tensors) -> Pairs:
+    sources = [
+        checks.require_tensor(tensor, call.public_name) for tensor in checks.require_nonempty(inputs, call.public_name)
+    ]
+    checks.require_lists_per_rank(outputs, call.size, len(sources), call.public_name, "output_tensor_lists")
+    targets = [
+        [checks.require_output(of_rank[i], call.public_name) for of_rank in outputs] for i in range(len(sources))
+    ]
     all_targets = [tensor for of_source in targets for tensor in of_source]
-    checks.distinct(all_targets, call.called, "outputs")
-    checks.unread(all_targets, sources, call.called)
+    checks.require_distinct(all_targets, call.public_name, "outputs")
+    checks.require_unread_by_others(all_targets, sources, call.public_name)
     for index, (of_source, source) in enumerate(zip(targets, sources, strict=True)):
-        checks.matching(of_source, source, call.rank, call.called, f"output_tensor_lists[...][{index}]")
+        checks.require_matching(of_source, source, call.rank, call.public_name, f"output_tensor_lists[...][{index}]")
     return [(of_source, [source]) for of_source, source in zip(targets, sources, strict=True)]
 
 
-def _two_lists(call: _Checked, outputs: Tensors, inputs: Tensors) -> Pairs:
-    call.also = "list"
-    outputs = checks.one_per_rank(outputs, call.size, call.called, "output_tensor_list", are_written=True)
-    inputs = checks.one_per_rank(inputs, call.size, call.called, "input_tensor_list")
+def _two_lists(call: _CallInProgress, outputs: Tensors, inputs: Tensors) -> Pairs:
+    call.signature_suffix = "list"
+    outputs = checks.require_one_per_rank(outputs, call.size, call.public_name, "output_tensor_list", are_written=True)
+    inputs = checks.require_one_per_rank(inputs, call.size, call.public_name, "input_tensor_list")
     for tensor in [*outputs, *inputs]:
-        checks.same_dtype(tensor, inputs[0], call.called, "a list")
-    checks.same_share(buffers.counts(outputs), buffers.counts(inputs), call.rank, call.called)
-    checks.distinct(outputs, call.called, "output_tensor_list")
+        checks.require_same_dtype(tensor, inputs[0], call.public_name, "a list")
+    checks.require_same_own_count(buffers.counts(outputs), buffers.counts(inputs), call.rank, call.public_name)
+    checks.require_distinct(outputs, call.public_name, "output_tensor_list")
     return [(outputs, inputs)]
 
 
 def _rows(
-    call: _Checked,
+    call: _CallInProgress,
     output: torch.Tensor,
     source: torch.Tensor,
     output_split_sizes: Sequence[int],
     input_split_sizes: Sequence[int],
 ) -> Pairs:
-    output, source = checks.written(output, call.called), checks.tensor(source, call.called)
-    checks.same_dtype(output, source, call.called, "output")
-    counts = checks.splits(output_split_sizes, output, call.size, call.called, "output_split_sizes")
-    source_counts = checks.splits(input_split_sizes, source, call.size, call.called, "input_split_sizes")
+    output, source = checks.require_output(output, call.public_name), checks.require_tensor(source, call.public_name)
+    checks.require_same_dtype(output, source, call.public_name, "output")
+    counts = checks.require_splits(output_split_sizes, output, call.size, call.public_name, "output_split_sizes")
+    source_counts = checks.require_splits(input_split_sizes, source, call.size, call.public_name, "input_split_sizes")
     if output_split_sizes or input_split_sizes:
-        checks.same_share(counts, source_counts, call.rank, call.called)
+        checks.require_same_own_count(counts, source_counts, call.rank, call.public_name)
         call.counts = {"counts": counts, "source_counts": source_counts}
-        call.also, call.any_size = "uneven", True
+        call.signature_suffix, call.sizes_may_differ = "uneven", True
     else:
-        checks.same_size(output, source, call.called, "output")
-        call.also = "even"
+        checks.require_same_size(output, source, call.public_name, "output")
+        call.signature_suffix = "even"
     return [([output], [source])]
 
 
 # -- sparse tensors ----------------------------------------------------------------------------------------------------
 
 
-def _sparse_all_reduce(call: _Checked, tensor: torch.Tensor) -> Collective:
+def _sparse_all_reduce(call: _CallInProgress, tensor: torch.Tensor) -> Collective:
     """Sum sparse (COO) tensors in place: every rank gathers all entries and adds those with equal indices."""
     # 1. this rank's entries
-    reduction, comm = call.plan(tensor.dtype), call.dense.comm
+    reduction, comm = call.reduction(tensor.dtype), call.dense.comm
     entries = tensor.detach().cpu().coalesce()
     places = entries.indices().t().contiguous()  # (entries, sparse dimensions)
     values = reduction.load(entries.values(), keep=True)
@@ -421,11 +435,11 @@ def _sparse_all_reduce(call: _Checked, tensor: torch.Tensor) -> Collective:
             tensor.copy_(
                 torch.sparse_coo_tensor(total.indices(), sums, tensor.shape, is_coalesced=True, check_invariants=False)
             )
-        buffers.settle(tensor)
+        buffers.synchronize_stream(tensor)
 
-    also = f"{reduction.name} sparse"
+    suffix = f"{reduction.name} sparse"
     return Collective(
-        "all_reduce", [CollectiveStep(run, (), (), None)], [tensor], [tensor], [tensor], None, also, False
+        "all_reduce", [CollectiveStep(run, (), (), None)], [tensor], [tensor], [tensor], None, suffix, False
     )
 
 
@@ -444,85 +458,86 @@ TABLE: Sequence[CollectiveOperation] = (
     CollectiveOperation(
         "allreduce", "all_reduce", AllreduceOptions, _in_place_or_sparse, DenseCollectives.all_reduce,
         Side.TENSOR, Side.NONE, "All-reduce a tensor in place; sparse tensors (COO) support sums only.",
-        reduces=True, passed=(_LIST,),
+        reduces=True, operator_forms=(_LIST,),
     ),
     CollectiveOperation(
         "allreduce_coalesced", "all_reduce", AllreduceCoalescedOptions, _all_in_place, DenseCollectives.all_reduce,
         Side.TENSOR, Side.NONE, "All-reduce several tensors in place.",
-        called="all_reduce_coalesced", reduces=True, passed=(_as_is,),
+        public_name="all_reduce_coalesced", reduces=True, operator_forms=(_as_is,),
     ),
     CollectiveOperation(
         "reduce", "reduce", ReduceOptions, _in_place, DenseCollectives.reduce,
         Side.TENSOR, Side.NONE, "Reduce a tensor in place on the root; those of other ranks keep their content.",
-        root="dst", reduces=True, passed=(_LIST,),
+        root="dst", reduces=True, operator_forms=(_LIST,),
     ),
     CollectiveOperation(
         "reduce_scatter", "reduce_scatter", ReduceScatterOptions, _list_of_inputs, DenseCollectives.reduce_scatter_list,
         Side.TENSOR, Side.LIST, "Reduce a list with one tensor for each rank; sizes may differ between ranks.",
-        lists="input_list", reduces=True, passed=(_LIST, _LISTS),
+        list_parameter="input_list", reduces=True, operator_forms=(_LIST, _LISTS),
     ),
     CollectiveOperation(
         "reduce_scatter_single", "reduce_scatter", ReduceScatterOptions, _blocks, DenseCollectives.reduce_scatter,
         Side.TENSOR, Side.BLOCKS, "Reduce a tensor of group size times the output; each rank receives its block.",
-        called="reduce_scatter_tensor", reduces=True, passed=_AS_IS,
+        public_name="reduce_scatter_tensor", reduces=True, operator_forms=_AS_IS,
     ),
     CollectiveOperation(
         "reduce_scatter_single_coalesced", "reduce_scatter", ReduceScatterOptions, _all_blocks,
         DenseCollectives.reduce_scatter, Side.TENSOR, Side.BLOCKS,
         "Reduce several tensors, each of group size times its output; each rank receives its blocks.",
-        called="reduce_scatter_tensor_coalesced", reduces=True, passed=_AS_IS,
+        public_name="reduce_scatter_tensor_coalesced", reduces=True, operator_forms=_AS_IS,
     ),
     # -- data movement
     CollectiveOperation(
         "broadcast", "broadcast", BroadcastOptions, _in_place, DenseCollectives.broadcast,
         Side.TENSOR, Side.NONE, "Copy the root's tensor to all ranks.",
-        root="src", passed=(_LIST,),
+        root="src", operator_forms=(_LIST,),
     ),
     CollectiveOperation(
         "allgather", "all_gather", AllgatherOptions, _list_of_outputs, DenseCollectives.all_gather_list,
         Side.LIST, Side.TENSOR, "Gather every rank's tensor into a list on every rank; sizes may differ between ranks.",
-        lists="tensor_list", compares_outputs=True, passed=(_LISTS, _LIST),
+        list_parameter="tensor_list", compares_outputs=True, operator_forms=(_LISTS, _LIST),
     ),
     CollectiveOperation(
         "allgather_coalesced", "all_gather", AllgatherOptions, _several_lists_of_outputs,
         DenseCollectives.all_gather_list, Side.LIST, Side.TENSOR,
         "Gather several tensors of every rank: `outputs[r]` receives those of rank r.",
-        called="all_gather_coalesced", compares_outputs=True, passed=_AS_IS,
+        public_name="all_gather_coalesced", compares_outputs=True, operator_forms=_AS_IS,
     ),
     CollectiveOperation(
         "all_gather_single", "all_gather", AllgatherOptions, _blocks, DenseCollectives.all_gather,
         Side.BLOCKS, Side.TENSOR, "Gather every rank's tensor into one tensor on every rank.",
-        called="all_gather_into_tensor", passed=_AS_IS,
+        public_name="all_gather_into_tensor", operator_forms=_AS_IS,
     ),
     CollectiveOperation(
         "all_gather_single_coalesced", "all_gather", AllgatherOptions, _all_blocks, DenseCollectives.all_gather,
         Side.BLOCKS, Side.TENSOR, "Gather several tensors of every rank, each into its own output, on every rank.",
-        called="all_gather_into_tensor_coalesced", passed=_AS_IS,
+        public_name="all_gather_into_tensor_coalesced", operator_forms=_AS_IS,
     ),
     CollectiveOperation(
         "gather", "gather", GatherOptions, _list_of_outputs, DenseCollectives.gather,
         Side.LIST, Side.TENSOR, "Gather every rank's tensor into a list on the root; sizes may differ between ranks.",
-        root="dst", lists="gather_list", any_size=True, passed=(_LISTS, _LIST),
+        root="dst", list_parameter="gather_list", sizes_may_differ=True, operator_forms=(_LISTS, _LIST),
     ),
     CollectiveOperation(
         "gather_single", "gather", GatherOptions, _blocks_of_root, DenseCollectives.gather_single,
         Side.BLOCKS, Side.TENSOR, "Gather every rank's tensor into one on the root; other ranks' outputs are ignored.",
-        called="gather_into_tensor", root="dst",
+        public_name="gather_into_tensor", root="dst",
     ),
     CollectiveOperation(
         "scatter", "scatter", ScatterOptions, _list_of_inputs, DenseCollectives.scatter,
         Side.TENSOR, Side.LIST, "Send one tensor of the root's list to each rank; sizes may differ between ranks.",
-        root="src", lists="scatter_list", any_size=True, compares_outputs=True, passed=(_LIST, _LISTS),
+        root="src", list_parameter="scatter_list", sizes_may_differ=True, compares_outputs=True,
+        operator_forms=(_LIST, _LISTS),
     ),
     CollectiveOperation(
         "all_to_all_single", "all_to_all", AllToAllOptions, _rows, DenseCollectives.all_to_all,
         Side.BLOCKS, Side.BLOCKS,
         "Exchange rows of tensors; either all ranks omit both lists of split sizes, or each rank passes at least one.",
-        called="all_to_all_single", passed=_AS_IS,
+        public_name="all_to_all_single", operator_forms=_AS_IS,
     ),
     CollectiveOperation(
         "alltoall", "all_to_all", AllToAllOptions, _two_lists, DenseCollectives.all_to_all_list,
         Side.LIST, Side.LIST, "Send each rank its tensor of a list and receive one from each; sizes may differ.",
-        any_size=True, passed=_AS_IS,
+        sizes_may_differ=True, operator_forms=_AS_IS,
     ),
 )  # fmt: skip

@@ -23,8 +23,6 @@ from mpicomm.backend.operations import TABLE, CollectiveOperation
 from mpicomm.backend.transfer.buffers import Tensors
 from mpicomm.torch_internals import active_modes
 
-Timeout = datetime.timedelta | None
-
 
 class MPIProcessGroup(dist.ProcessGroup):
     """A process group whose collective operations run over MPI.
@@ -143,7 +141,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def splitGroup(  # noqa: N802
         self,
         ranks: Sequence[int],
-        timeout: Timeout = None,
+        timeout: datetime.timedelta | None = None,
         opts: Any = None,  # noqa: ARG002  for other backends
         group_name: str | None = None,
         group_desc: str | None = None,
@@ -153,12 +151,12 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         Args:
             ranks: Ranks of this group, in their order in the new group.
-            timeout: Timeout of the new group's operations; None for this group's.
+            timeout: datetime.timedelta | None of the new group's operations; None for this group's.
 
         Returns:
             The new group; None on ranks that are not in `ranks`.
         """
-        members = [checks.rank(rank, self._size, "split_group", "ranks") for rank in dict.fromkeys(ranks)]
+        members = [checks.require_rank(rank, self._size, "split_group", "ranks") for rank in dict.fromkeys(ranks)]
         if self._rank not in members:
             return None
         seconds = self._executor.record.timeout if timeout is None else timeout.total_seconds()
@@ -204,13 +202,13 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Run a call that does not take the fast path."""
         arguments, opts = operation.bind(args, keywords)
         values = list(arguments.values())
-        if operation.passed and dispatcher.is_needed(*values):
-            count = len(operation.passed)
-            tensors = [passed(value) for passed, value in zip(operation.passed, values, strict=False)]
+        if operation.operator_forms and dispatcher.is_needed(*values):
+            count = len(operation.operator_forms)
+            tensors = [form(value) for form, value in zip(operation.operator_forms, values, strict=False)]
             return dispatcher.call(self, operation.method, tensors, *values[count:], opts)
         return self._executor.submit(operation.describe(self._executor.dense, opts, arguments), opts)
 
-    def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: datetime.timedelta | None = None) -> dist.Work:
         """Wait for all ranks.
 
         Raises:
@@ -222,7 +220,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             return dispatcher.call(self, "barrier", [], opts)
         return self._executor.barrier(opts)
 
-    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the error on rank 0 lists the missing ranks.
 
         Args:
@@ -241,24 +239,24 @@ class MPIProcessGroup(dist.ProcessGroup):
         """Start sending a tensor to `dst`."""
         if dispatcher.is_needed(tensors):
             return dispatcher.call(self, "send", [dispatcher.as_list(tensors)], dst, tag)
-        tensor = checks.single(tensors, "send")
-        dst, tag = checks.rank(dst, self._size, "send", "dst"), checks.tag(tag, "send")
+        tensor = checks.require_single_tensor(tensors, "send")
+        dst, tag = checks.require_rank(dst, self._size, "send", "dst"), checks.require_tag(tag, "send")
         return self._executor.messages.send(tensor, dst, tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Start receiving a tensor from `src`."""
         if dispatcher.is_needed(tensors):
             return dispatcher.call(self, "recv", [dispatcher.as_list(tensors)], src, tag)
-        tensor = checks.single_written(tensors, "recv")
-        src, tag = checks.rank(src, self._size, "recv", "src"), checks.tag(tag, "recv")
+        tensor = checks.require_single_output(tensors, "recv")
+        src, tag = checks.require_rank(src, self._size, "recv", "src"), checks.require_tag(tag, "recv")
         return self._executor.messages.receive(tensor, src, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Start receiving a tensor from the first rank that sends one with this tag."""
         if dispatcher.is_needed(tensors):
             return dispatcher.call(self, "recv_anysource", [dispatcher.as_list(tensors)], tag)
-        tensor = checks.single_written(tensors, "recv")
-        return self._executor.messages.receive(tensor, None, checks.tag(tag, "recv"))
+        tensor = checks.require_single_output(tensors, "recv")
+        return self._executor.messages.receive(tensor, None, checks.require_tag(tag, "recv"))
 
     # -- shutdown ------------------------------------------------------------------------------------------------
 
@@ -295,26 +293,8 @@ def _add_method(operation: CollectiveOperation) -> None:
 for _operation in TABLE:
     _add_method(_operation)
 _MESSAGES_AND_BARRIER = ("send", "recv", "recv_anysource", "barrier")
-torch_internals.forward([*(operation.method for operation in TABLE if operation.passed), *_MESSAGES_AND_BARRIER])
+torch_internals.forward_from_cpp(
+    [*(operation.method for operation in TABLE if operation.operator_forms), *_MESSAGES_AND_BARRIER]
+)
 torch_internals.hide_from_compiler(MPIProcessGroup)
 torch_internals.set_timeouts_of(MPIProcessGroup)
-
-
-def barrier_within(group: Any, seconds: float | None) -> None:
-    """Wait for all ranks of a group of any backend (collective).
-
-    Args:
-        seconds: The longest wait; None for the group's own timeout.
-
-    Raises:
-        TimeoutError: If a rank does not arrive in time and the group uses this backend.
-        RuntimeError: If a rank does not arrive in time and the group uses another backend.
-    """
-    if seconds is not None and not isinstance(group, MPIProcessGroup) and dist.get_backend(group) == "gloo":
-        dist.monitored_barrier(group, datetime.timedelta(seconds=seconds), wait_all_ranks=True)
-        return
-    options = torch_internals.BarrierOptions()
-    options.asyncOp = False
-    if seconds is not None:
-        options.timeout = datetime.timedelta(seconds=seconds)
-    group.barrier(options).wait()

@@ -41,7 +41,9 @@ def register() -> None:
     if _is_registered or not dist.is_available():
         return
     _is_registered = True
-    creators = {NAME: _create, NAME_WITH_NCCL: _create_with_nccl} | ({"mpi": _create} if _name_mpi_is_free() else {})
+    creators = {NAME: _create_mpi, NAME_WITH_NCCL: _create_with_nccl}
+    if _name_mpi_is_free():
+        creators["mpi"] = _create_mpi
     for name, create in creators.items():
         dist.Backend.register_backend(name, create, extended_api=True, devices=_devices_of_build())
         _names.append(name)
@@ -52,15 +54,6 @@ def _devices_of_build() -> list[str]:
     from torch import version
 
     return ["cpu", "cuda"] if version.cuda or getattr(version, "hip", None) else ["cpu"]
-
-
-def _forget_absent_gpus() -> None:
-    """Remove `cuda` if there is no GPU: a ShardedTensor gathers on any device that is registered besides the CPU."""
-    import torch
-    import torch.distributed as dist
-
-    for name in () if torch.cuda.is_available() else _names:
-        dist.Backend.backend_capability[name] = ["cpu"]
 
 
 def _name_mpi_is_free() -> bool:
@@ -118,11 +111,11 @@ def create(options: Any, backend_name: str) -> MPIProcessGroup:
 
     _forget_absent_gpus()
     with torch_compatibility.explained():
-        executor = groups.make_by_options(options, takes_gpu_tensors=MPIProcessGroup.takes_gpu_tensors)
+        executor = groups.make_for_torch(options, takes_gpu_tensors=MPIProcessGroup.takes_gpu_tensors)
         return MPIProcessGroup(executor, options.group_id, backend_name, options.store)
 
 
-def _create(options: Any, _backend_options: Any) -> MPIProcessGroup:
+def _create_mpi(options: Any, _backend_options: Any) -> MPIProcessGroup:
     return create(options, NAME)
 
 
@@ -133,6 +126,15 @@ def _create_with_nccl(options: Any, backend_options: Any) -> CompositeProcessGro
 
     _forget_absent_gpus()
     with torch_compatibility.explained():
-        executor = groups.make_by_options(options, takes_gpu_tensors=CompositeProcessGroup.takes_gpu_tensors)
+        executor = groups.make_for_torch(options, takes_gpu_tensors=CompositeProcessGroup.takes_gpu_tensors)
         make_inner = nccl_maker(backend_options)
         return CompositeProcessGroup(executor, options.group_id, NAME_WITH_NCCL, options.store, "cuda", make_inner)
+
+
+def _forget_absent_gpus() -> None:
+    """Remove `cuda` if there is no GPU: a ShardedTensor gathers on any device that is registered besides the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    for name in () if torch.cuda.is_available() else _names:
+        dist.Backend.backend_capability[name] = ["cpu"]

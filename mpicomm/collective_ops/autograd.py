@@ -19,23 +19,23 @@ from mpicomm import torch_internals
 Backward = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Maps the gradients of an operation's results to the gradients of its inputs."""
 
-_place = threading.local()
+_sequence = threading.local()
 """`number` is the autograd sequence number of the operation whose step the current thread runs."""
 
 
 @contextlib.contextmanager
-def at(number: int | None) -> Iterator[None]:
+def at_number(number: int | None) -> Iterator[None]:
     """Give operations that end in the block the autograd sequence number that was reserved when they were called.
 
     The backward pass is ordered by sequence numbers, which autograd assigns per thread. Without this, ranks whose steps
     run on different threads would call the transposed operations in different orders.
     """
-    before = getattr(_place, "number", None)
-    _place.number = number
+    before = getattr(_sequence, "number", None)
+    _sequence.number = number
     try:
         yield
     finally:
-        _place.number = before
+        _sequence.number = before
 
 
 def attach(
@@ -52,17 +52,18 @@ def attach(
     if not (is_needed and torch.is_grad_enabled()):
         return results
     if not any(tensor.requires_grad for tensor in inputs):
-        inputs = [torch.zeros((), requires_grad=True)]
-        given = backward
+        inputs = [torch.zeros((), requires_grad=True)]  # so that autograd makes a node, whose backward is collective
 
-        def backward(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-            given(gradients)
+        def run_backward(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            backward(gradients)
             return [torch.zeros(())]
 
-    outputs = list(_CollectiveFunction.apply(backward, list(results), *inputs))
-    number = getattr(_place, "number", None)
+    else:
+        run_backward = backward  # type: ignore[assignment]
+    outputs = list(_CollectiveFunction.apply(run_backward, list(results), *inputs))
+    number = getattr(_sequence, "number", None)
     if number is not None:
-        torch_internals.put_node(outputs, number)
+        torch_internals.set_sequence_number(outputs, number)
     return outputs
 
 

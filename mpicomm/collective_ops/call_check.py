@@ -32,12 +32,12 @@ _CANNOT = ", with data that cannot be sent: "
 
 
 @functools.lru_cache(maxsize=256)
-def words(signature: Signature) -> tuple[int, int]:
+def digest_of(signature: Signature) -> tuple[int, int]:
     """Return a digest of a signature, as integers of 63 bits."""
     return agreement.digest(repr(signature).encode())
 
 
-def reached(members: GroupArgument, signature: Signature, mode: Mode) -> Generator[Works, None, None]:
+def compare_signatures(members: GroupArgument, signature: Signature, mode: Mode) -> Generator[Works, None, None]:
     """Compare the signatures of all ranks of the group, with one all_reduce (collective).
 
     Raises:
@@ -45,16 +45,16 @@ def reached(members: GroupArgument, signature: Signature, mode: Mode) -> Generat
     """
     if members.size == 1:
         return
-    least = torch.tensor(agreement.extremes(words(signature)), dtype=torch.int64, device=members.control)
+    least = torch.tensor(agreement.extremes(digest_of(signature)), dtype=torch.int64, device=members.control)
     yield [dist.all_reduce(least, dist.ReduceOp.MIN, group=members.handle, async_op=mode.early)]
     if not agreement.all_equal(least.tolist()):
         refuse(members, signature)
 
 
-def compared(
+def compare_calls(
     members: GroupArgument, operation: str, data: Data | Exception, mode: Mode
 ) -> Generator[Works, None, Data]:
-    """Compare the calls of all ranks of the group, as `reached`, and return the data.
+    """Compare the calls of all ranks of the group, as `compare_signatures`, and return the data.
 
     Args:
         members: The group.
@@ -66,13 +66,13 @@ def compared(
         MismatchError: On every rank of the group, if the calls differ, or other ranks cannot send their data.
         Exception: The error of this rank.
     """
-    with raising(data):
-        yield from reached(members, signature_of(operation, data), mode)
+    with raise_after_comparison(data):
+        yield from compare_signatures(members, signature_of(operation, data), mode)
     return cast("Data", data)
 
 
 @contextlib.contextmanager
-def raising(data: Data | Exception | None) -> Iterator[None]:
+def raise_after_comparison(data: Data | Exception | None) -> Iterator[None]:
     """Compare the calls of the ranks in this context, then raise the error that prevents sending this rank's data."""
     if not isinstance(data, Exception):
         yield
@@ -115,9 +115,9 @@ def _shown_leaf(kind: str, dtype: torch.dtype, shape: Sequence[Any], device: str
 def _explain(members: GroupArgument, gathered: Sequence[tuple[str, list[tuple[str, str]]]]) -> str:
     operations = [operation for operation, _ in gathered]
     for rank, operation in zip(members.ranks, operations, strict=True):
-        called, cannot, why = operation.partition(_CANNOT)
+        public_name, cannot, reason = operation.partition(_CANNOT)
         if cannot:
-            return f"{called}: rank {rank} could not send its data: {why}"
+            return f"{public_name}: rank {rank} could not send its data: {reason}"
     if len(set(operations)) > 1:
         return (
             f"ranks called different operations, or one operation with different arguments:\n"
@@ -139,4 +139,4 @@ def _explain(members: GroupArgument, gathered: Sequence[tuple[str, list[tuple[st
 
 def _table(members: GroupArgument, signature: Sequence[str]) -> str:
     rows = sorted(agreement.ranks_by_value(signature, members.ranks).items(), key=lambda item: -len(item[1]))
-    return "\n".join(f"  {hang_report.called(of_these)}: {value}" for value, of_these in rows)
+    return "\n".join(f"  {hang_report.called(ranks)}: {value}" for value, ranks in rows)

@@ -30,8 +30,9 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from mpicomm.arguments import FLAG, in_seconds
-from mpicomm.backend import process_group
+from mpicomm import torch_internals
+from mpicomm.arguments import FLAG, Timeout, in_seconds
+from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.collective_ops import data_movement, pytree, reducing
 from mpicomm.collective_ops.group_argument import GroupArgument, resolve
 from mpicomm.collective_ops.handles import Handle, start
@@ -41,7 +42,6 @@ from mpicomm.collective_ops.reducing import Op
 
 T = TypeVar("T")
 OpName = str | dist.ReduceOp
-Timeout = float | datetime.timedelta | None
 
 _SHORTEST_TIMEOUT = 1e-3  # seconds: torch rounds timeouts to milliseconds and treats 0 as the default
 
@@ -68,7 +68,7 @@ def barrier(group: Any = None, *, timeout: Timeout = None, async_op: bool = Fals
     members = resolve(group, "barrier")
     FLAG.check(async_op, "async_op", "barrier")
     if not async_op:
-        process_group.barrier_within(members.handle, in_seconds(timeout, _SHORTEST_TIMEOUT, "the group's timeout"))
+        _barrier_within(members.handle, in_seconds(timeout, _SHORTEST_TIMEOUT, "the group's timeout"))
         return None
     if timeout is not None:
         raise ValueError(
@@ -76,6 +76,26 @@ def barrier(group: Any = None, *, timeout: Timeout = None, async_op: bool = Fals
         )
 
     return start(partial(data_movement.barrier, members), "barrier", members, async_op, [])
+
+
+def _barrier_within(group: Any, seconds: float | None) -> None:
+    """Wait for all ranks of a group of any backend (collective).
+
+    Args:
+        seconds: The longest wait; None for the group's own timeout.
+
+    Raises:
+        TimeoutError: If a rank does not arrive in time and the group uses this backend.
+        RuntimeError: If a rank does not arrive in time and the group uses another backend.
+    """
+    if seconds is not None and not isinstance(group, MPIProcessGroup) and dist.get_backend(group) == "gloo":
+        dist.monitored_barrier(group, datetime.timedelta(seconds=seconds), wait_all_ranks=True)
+        return
+    options = torch_internals.BarrierOptions()
+    options.asyncOp = False
+    if seconds is not None:
+        options.timeout = datetime.timedelta(seconds=seconds)
+    group.barrier(options).wait()
 
 
 @overload
@@ -113,10 +133,10 @@ def all_reduce(
         MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or device type.
     """
     FLAG.check(inplace, "inplace", "all_reduce")
-    members, taken, how = _reduction(data, op, group, "all_reduce", is_output=inplace)
+    members, own_data, reduce_op = _reduction(data, op, group, "all_reduce", is_output=inplace)
 
-    steps = partial(reducing.reduce_on_all_ranks, members, taken, how, inplace)
-    return start(steps, "all_reduce", members, async_op, _tensors(taken))
+    steps = partial(reducing.reduce_on_all_ranks, members, own_data, reduce_op, inplace)
+    return start(steps, "all_reduce", members, async_op, _tensors(own_data))
 
 
 @overload
@@ -148,9 +168,9 @@ def reduce(data: Any, dst: int = 0, op: OpName = "sum", *, group: Any = None, as
         TypeError: If `data` holds a leaf of an unsupported type.
         MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or device type.
     """
-    members, taken, how = _reduction(data, op, group, "reduce", dst=dst)
-    steps = partial(reducing.reduce_to_one, members, taken, how, dst)
-    return start(steps, "reduce", members, async_op, _tensors(taken))
+    members, own_data, reduce_op = _reduction(data, op, group, "reduce", dst=dst)
+    steps = partial(reducing.reduce_to_one, members, own_data, reduce_op, dst)
+    return start(steps, "reduce", members, async_op, _tensors(own_data))
 
 
 @overload
@@ -178,9 +198,9 @@ def reduce_scatter(data: Any, op: OpName = "sum", *, group: Any = None, async_op
         TypeError: If `data` holds a leaf of an unsupported type.
         MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or device type.
     """
-    members, taken, how = _reduction(data, op, group, "reduce_scatter", is_split=True)
-    steps = partial(reducing.reduce_and_scatter, members, taken, how)
-    return start(steps, "reduce_scatter", members, async_op, _tensors(taken))
+    members, own_data, reduce_op = _reduction(data, op, group, "reduce_scatter", is_split=True)
+    steps = partial(reducing.reduce_and_scatter, members, own_data, reduce_op)
+    return start(steps, "reduce_scatter", members, async_op, _tensors(own_data))
 
 
 @overload
@@ -416,24 +436,24 @@ def all_to_all_object(items: Sequence[Any], *, group: Any = None, async_op: bool
 def _reduction(
     data: Any, op: Any, group: Any, operation: str, *, is_output: bool = False, is_split: bool = False, **ranks: int
 ) -> tuple[GroupArgument, Data | Exception, Op]:
-    members, how = resolve(group, operation, **ranks), Op.of(op, operation)
+    members, reduce_op = resolve(group, operation, **ranks), Op.of(op, operation)
 
     def to_send() -> Data:
-        taken = pytree.take(data, operation, is_output=is_output)
-        if is_split and any(tensor.dim() == 0 for tensor in taken.tensors):
+        own_data = pytree.take(data, operation, is_output=is_output)
+        if is_split and any(tensor.dim() == 0 for tensor in own_data.tensors):
             raise ValueError(
                 f"{operation}: expected leaves with at least one dimension, got a number or a scalar.\n"
                 f"Reduce it with all_reduce."
             )
-        taken = reducing.numbers_widened(taken, how, members)
-        how.check(taken, members.size, operation)
-        return taken
+        own_data = reducing.widen_numbers(own_data, reduce_op, members)
+        reduce_op.check(own_data, members.size, operation)
+        return own_data
 
-    return members, pytree.or_error(to_send), how
+    return members, pytree.or_error(to_send), reduce_op
 
 
-def _tensors(taken: Data | Exception | None) -> Sequence[torch.Tensor] | None:
-    return taken.tensors if isinstance(taken, Data) else None
+def _tensors(own_data: Data | Exception | None) -> Sequence[torch.Tensor] | None:
+    return own_data.tensors if isinstance(own_data, Data) else None
 
 
 def _to_send(data: Any) -> Data:
@@ -443,23 +463,23 @@ def _to_send(data: Any) -> Data:
 
 
 def _broadcast(members: GroupArgument, take: Callable[[], Data], src: int, async_op: bool, operation: str) -> Any:
-    taken = pytree.or_error(take) if members.rank == src else None
-    steps = partial(data_movement.send_to_all, members, taken, src)
-    return start(steps, operation, members, async_op, _tensors(taken))
+    own_data = pytree.or_error(take) if members.rank == src else None
+    steps = partial(data_movement.broadcast, members, own_data, src)
+    return start(steps, operation, members, async_op, _tensors(own_data))
 
 
 def _broadcast_into(members: GroupArgument, data: Any, out: Any, src: int, async_op: bool) -> Any:
     output_buffer = pytree.or_error(partial(pytree.take, out, "broadcast", is_output=True))
     is_source = members.rank == src
-    taken = pytree.or_error(partial(pytree.take, data, "broadcast")) if is_source and data is not None else None
-    steps = partial(data_movement.send_to_all_into, members, taken, output_buffer, out, src)
+    own_data = pytree.or_error(partial(pytree.take, data, "broadcast")) if is_source and data is not None else None
+    steps = partial(data_movement.broadcast_into, members, own_data, output_buffer, out, src)
     return start(steps, "broadcast", members, async_op, _tensors(output_buffer))
 
 
 def _gather(members: GroupArgument, take: Callable[[], Data], dst: int | None, async_op: bool, operation: str) -> Any:
-    taken = pytree.or_error(take)
-    steps = partial(data_movement.gather, members, taken, dst, operation)
-    return start(steps, operation, members, async_op, _tensors(taken))
+    own_data = pytree.or_error(take)
+    steps = partial(data_movement.gather, members, own_data, dst, operation)
+    return start(steps, operation, members, async_op, _tensors(own_data))
 
 
 def _all_to_all(
@@ -469,6 +489,6 @@ def _all_to_all(
         check_one_each(items, members, operation)
         return [take(item, operation) for item in items]
 
-    taken = pytree.or_error(to_send)
-    tensors = None if isinstance(taken, Exception) else [tensor for item in taken for tensor in item.tensors]
-    return start(partial(data_movement.exchange, members, taken), operation, members, async_op, tensors)
+    own_data = pytree.or_error(to_send)
+    tensors = None if isinstance(own_data, Exception) else [tensor for item in own_data for tensor in item.tensors]
+    return start(partial(data_movement.all_to_all, members, own_data), operation, members, async_op, tensors)

@@ -25,7 +25,7 @@ def barrier(members: GroupArgument, _mode: Mode) -> Steps:
 # -- broadcast ---------------------------------------------------------------------------------------------------------
 
 
-def send_to_all(members: GroupArgument, data: Data | Exception | None, src: int, mode: Mode) -> Steps:
+def broadcast(members: GroupArgument, data: Data | Exception | None, src: int, mode: Mode) -> Steps:
     """Run broadcast, and return `src`'s data.
 
     Args:
@@ -34,7 +34,7 @@ def send_to_all(members: GroupArgument, data: Data | Exception | None, src: int,
         src: The rank in the group that sends.
         mode: Which calls of torch.distributed are asynchronous.
     """
-    description = yield from _describe_to_all(members, data, src, mode)
+    description = yield from _broadcast_description(members, data, src, mode)
     tensors = data.tensors if isinstance(data, Data) else None
     source = members.ranks[src]
     if isinstance(data, Data):
@@ -56,7 +56,7 @@ def send_to_all(members: GroupArgument, data: Data | Exception | None, src: int,
     return description.rebuilt(autograd.attach(results, tensors or [], backward, is_needed=description.has_gradient))
 
 
-def send_to_all_into(
+def broadcast_into(
     members: GroupArgument,
     data: Data | Exception | None,
     out: Data | Exception,
@@ -71,12 +71,12 @@ def send_to_all_into(
     operation = f"broadcast with out= from rank {src}"
     failed = data if isinstance(data, Exception) else out
     if isinstance(failed, Exception):
-        yield from call_check.compared(members, operation, failed, mode)
+        yield from call_check.compare_calls(members, operation, failed, mode)
     assert isinstance(out, Data)
     assert not isinstance(data, Exception)
     fits = data is None or data.description == out.description
     signature = (operation if fits else f"{operation}, with data that differ from out=", out.description)
-    yield from call_check.reached(members, signature, mode)
+    yield from call_check.compare_signatures(members, signature, mode)
     if not fits:
         raise ValueError(
             "broadcast: data and out= differ in structure, dtype or shape.\n"
@@ -90,7 +90,7 @@ def send_to_all_into(
     return target
 
 
-def _describe_to_all(
+def _broadcast_description(
     members: GroupArgument, data: Data | Exception | None, src: int, mode: Mode
 ) -> Generator[Works, None, Description]:
     """Broadcast the description of `src`'s data, or its error; in a second message if it does not fit in the first."""
@@ -121,7 +121,7 @@ def gather(members: GroupArgument, data: Data | Exception, dst: int | None, oper
         operation: The name of the operation, which the ranks compare.
         mode: Which calls of torch.distributed are asynchronous.
     """
-    with call_check.raising(data):
+    with call_check.raise_after_comparison(data):
         described = yield from _lengths(members, data, operation if dst is None else f"{operation} to rank {dst}", mode)
     assert isinstance(data, Data)
     is_target = dst in (None, members.rank)
@@ -159,7 +159,7 @@ def _lengths(
     shapes = description.shapes
     signature = (operation, description.with_lengths(["*"] * len(shapes)))
     own_lengths = [shape[0] if shape else -1 for shape in shapes]
-    first = [*call_check.words(signature), *own_lengths[:_LENGTHS], *[-1] * (_LENGTHS - len(own_lengths))]
+    first = [*call_check.digest_of(signature), *own_lengths[:_LENGTHS], *[-1] * (_LENGTHS - len(own_lengths))]
     table = yield from _gathered(first, members, is_async=mode.early)
     if any(row[:2] != first[:2] for row in table):
         call_check.refuse(members, signature)
@@ -188,7 +188,7 @@ def _padded(content: torch.Tensor, length: int) -> torch.Tensor:
 # -- all_to_all --------------------------------------------------------------------------------------------------------
 
 
-def exchange(members: GroupArgument, items: Sequence[Data] | Exception, mode: Mode) -> Steps:
+def all_to_all(members: GroupArgument, items: Sequence[Data] | Exception, mode: Mode) -> Steps:
     """Run all_to_all: rank r receives `items[r]` of every rank, in a list.
 
     An error in place of the items prevents sending them, and is raised on all ranks.
@@ -197,9 +197,10 @@ def exchange(members: GroupArgument, items: Sequence[Data] | Exception, mode: Mo
     error = items if isinstance(items, Exception) else None
     items = [] if isinstance(items, Exception) else items
     raws = [wire_format.encode(item) for item in items] if error is None else [wire_format.encode(error)] * members.size
-    lengths, devices, has_gradient = yield from _exchanged_lengths(members, raws, items, mode)
+    lengths, devices, has_gradient = yield from _all_to_all_lengths(members, raws, items, mode)
     # 2. exchange the descriptions
-    work, parts = _exchange([wire_format.to_tensor(raw, members.control) for raw in raws], lengths, members, False)
+    encoded = [wire_format.to_tensor(raw, members.control) for raw in raws]
+    work, parts = _start_all_to_all(encoded, lengths, members, is_async=False)
     yield [work]
     if error is not None:
         raise error
@@ -215,14 +216,14 @@ def exchange(members: GroupArgument, items: Sequence[Data] | Exception, mode: Mo
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         sizes = [wire_format.nbytes(description).get(device, 0) for description in described]
         sent = [buffers.get(device, nothing) for buffers in packed]
-        work, received[device] = _exchange(sent, sizes, members, mode.last)
+        work, received[device] = _start_all_to_all(sent, sizes, members, is_async=mode.last)
         works.append(work)
     yield works
     inputs = [tensor for item in items for tensor in item.tensors] if has_gradient else None
     return _rebuilt(members, described, received, inputs, _joined, "all_to_all")
 
 
-def _exchanged_lengths(
+def _all_to_all_lengths(
     members: GroupArgument, raws: Sequence[bytes], items: Sequence[Data], mode: Mode
 ) -> Generator[Works, None, tuple[list[int], list[str], bool]]:
     """Return the lengths of the descriptions for this rank, the device types in use, and whether any has a gradient.
@@ -239,8 +240,8 @@ def _exchanged_lengths(
     return lengths, devices, any(with_gradient)
 
 
-def _exchange(
-    parts: Sequence[torch.Tensor], sizes: Sequence[int], members: GroupArgument, is_async: bool
+def _start_all_to_all(
+    parts: Sequence[torch.Tensor], sizes: Sequence[int], members: GroupArgument, *, is_async: bool
 ) -> tuple[Any, list[torch.Tensor]]:
     """Start to send each rank its part, in bytes; return the work, and the parts that the ranks send to this rank.
 
@@ -281,7 +282,7 @@ def _rebuilt(
 
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
         items = [pytree.take(part, f"{operation}, backward") for part in _split(grads, counts)]
-        return combine(run(exchange(members, items, IN_THE_CALL)))
+        return combine(run(all_to_all(members, items, IN_THE_CALL)))
 
     flat = autograd.attach(_joined(results), inputs or [], backward, is_needed=inputs is not None)
     return [description.rebuilt(tensors) for description, tensors in zip(described, _split(flat, counts), strict=True)]

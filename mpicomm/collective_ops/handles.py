@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import datetime
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from mpicomm import arguments, mpi, torch_internals
-from mpicomm.arguments import FLAG, Deadline, in_seconds
+from mpicomm.arguments import FLAG, Deadline, Timeout, in_seconds
 from mpicomm.backend.execution.future_callbacks import all_of
 from mpicomm.collective_ops import autograd
 from mpicomm.collective_ops.group_argument import GroupArgument
@@ -34,6 +33,24 @@ Works = list[Any]
 Steps = Generator[Works, None, Any]
 _LONGEST_PAUSE = 1e-3  # seconds between two polls of a handle that is awaited
 _DEFAULT_WAIT = "the group's timeout"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """Which calls of torch.distributed within an operation are asynchronous."""
+
+    early: bool
+    """The calls that other calls follow."""
+
+    last: bool
+    """The last calls, which only local work of this rank follows."""
+
+
+IN_THE_CALL = Mode(early=False, last=False)
+# Later calls run in a callback, on the worker thread: a synchronous call there keeps the order of the operations.
+_IN_CALLBACKS = Mode(early=True, last=False)
+# Callbacks of other backends run at no defined position among the operations: the early calls run synchronously.
+_WITHOUT_CALLBACKS = Mode(early=False, last=True)
 
 
 def run(steps: Steps) -> Any:
@@ -63,7 +80,7 @@ class Handle(Generic[T_co]):
         self._operation = operation
         self._caller = flight_recorder.line_of_caller()
         self._has_grad = torch.is_grad_enabled()
-        self._place = torch_internals.next_node() if self._has_grad else None
+        self._sequence_number = torch_internals.reserve_sequence_number() if self._has_grad else None
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._in_callbacks = in_callbacks
         self._in_order = in_order
@@ -74,12 +91,12 @@ class Handle(Generic[T_co]):
         self._error: BaseException | None = None
         self._waiter: threading.Thread | None = None
         self._was_asked = True
-        self._advance(0)
+        self._step(0)
         if self._error is not None:
             raise self._error  # raised by the call itself: no operation has started
         self._was_asked = False
 
-    def wait(self, timeout: float | datetime.timedelta | None = None) -> T_co:
+    def wait(self, timeout: Timeout = None) -> T_co:
         """Block until the operation has completed, and return its result. Not collective.
 
         Args:
@@ -102,7 +119,7 @@ class Handle(Generic[T_co]):
         if deadline is None and self._waiter is not None:
             self._waiter.join()
         elif deadline is None:
-            self._finish()
+            self._run_remaining_steps()
         elif not mpi.poll(self.done, deadline):
             raise TimeoutError(
                 f"{self._operation} from {self._caller} timed out after {deadline.seconds:g} s.\n"
@@ -118,12 +135,12 @@ class Handle(Generic[T_co]):
     def done(self) -> bool:
         """Return whether the operation has completed or failed; the call also advances it. Not collective."""
         if not self._in_callbacks:
-            self._finish_elsewhere()
+            self._start_waiting_thread()
         while not self._ended.is_set():
             step, works = self._state
             if self._in_order or not self._in_callbacks or not all(work.is_completed() for work in works):
                 return False
-            self._continue(step, works)
+            self._wait_and_step(step, works)
         self._was_asked = True
         return True
 
@@ -143,19 +160,19 @@ class Handle(Generic[T_co]):
                 stacklevel=2,
             )
 
-    def _finish_elsewhere(self) -> None:
+    def _start_waiting_thread(self) -> None:
         """Start one thread that waits: works of other backends report completion only to a thread that waits."""
         if self._waiter is None and not self._ended.is_set():
-            self._waiter = threading.Thread(target=self._finish, name="mpicomm-handle", daemon=True)
+            self._waiter = threading.Thread(target=self._run_remaining_steps, name="mpicomm-handle", daemon=True)
             self._waiter.start()
 
-    def _finish(self) -> None:
+    def _run_remaining_steps(self) -> None:
         while not self._ended.is_set():
-            self._continue(*self._state)
+            self._wait_and_step(*self._state)
             if self._in_order:
                 self._ended.wait()
 
-    def _continue(self, step: int, works: Works) -> None:
+    def _wait_and_step(self, step: int, works: Works) -> None:
         """Wait for the works of a step, and run the next step unless a callback must run it."""
         try:
             with torch.cuda.stream(self._stream):  # NCCL's wait() makes the current stream wait
@@ -164,17 +181,21 @@ class Handle(Generic[T_co]):
         except TimeoutError:
             raise  # the operation continues
         except Exception as error:  # noqa: BLE001  raised by wait()
-            self._end(None, error)
+            self._complete(None, error)
         if not self._in_order:
-            self._advance(step)
+            self._step(step)
 
     @contextlib.contextmanager
     def _as_in_the_call(self) -> Iterator[None]:
         """Restore the caller's grad mode, CUDA stream and autograd sequence number while a step runs."""
-        with torch.set_grad_enabled(self._has_grad), torch.cuda.stream(self._stream), autograd.at(self._place):
+        with (
+            torch.set_grad_enabled(self._has_grad),
+            torch.cuda.stream(self._stream),
+            autograd.at_number(self._sequence_number),
+        ):
             yield
 
-    def _advance(self, step: int) -> None:
+    def _step(self, step: int) -> None:
         """Run the next step after `step` steps, unless another thread has run it already."""
         with self._lock:
             if self._state[0] != step or self._ended.is_set():
@@ -183,37 +204,43 @@ class Handle(Generic[T_co]):
                 with self._as_in_the_call():
                     works = [work for work in next(self._steps) if work is not None]
             except StopIteration as end:
-                self._end(end.value, None)
+                self._complete(end.value, None)
             except BaseException as error:  # noqa: BLE001  raised by wait(), on the thread that calls it
-                self._end(None, error)
+                self._complete(None, error)
             else:
-                self._state = (step + 1, works)
-                self._continue_when_done(step + 1, works)
-
-    def _continue_when_done(self, step: int, works: Works) -> None:
-        if not works:
-            self._advance(step)
-        elif self._in_callbacks:
-            joint = all_of([work.get_future() for work in works])
-            joint.add_done_callback(lambda done: self._called_back(done, works, step))
+                step += 1
+                self._state = (step, works)
+                if not works:
+                    self._step(step)
+                elif self._in_callbacks:
+                    joint = all_of([work.get_future() for work in works])
+                    joint.add_done_callback(lambda done: self._called_back(done, works, step))
 
     def _called_back(self, future: torch.futures.Future[Any], works: Works, step: int) -> None:
         try:
             future.value()
         except BaseException as error:  # noqa: BLE001  as above
             # That of the work: torch may have converted the error of a future of several works.
-            self._end(None, next((failure for work in works if work and (failure := work.exception())), error))
+            self._complete(None, next((failure for work in works if work and (failure := work.exception())), error))
         else:
-            self._advance(step)
+            self._step(step)
 
-    def _end(self, result: Any, error: BaseException | None) -> None:
+    def _complete(self, result: Any, error: BaseException | None) -> None:
         with self._lock:
             if not self._ended.is_set():
                 self._result, self._error, self._state = result, error, (-1, [])
                 self._ended.set()
 
 
-def wait_all(handles: Iterable[Handle[Any]], timeout: float | datetime.timedelta | None = None) -> list[Any]:
+_HANDLES = arguments.instance("an iterable of handles", Iterable, remedy="Pass [handle] for a single one.")
+_HANDLE = arguments.instance(
+    "a Handle",
+    Handle,
+    remedy="Pass the handles that mpicomm's operations return with async_op=True; for torch's Work call work.wait().",
+)
+
+
+def wait_all(handles: Iterable[Handle[Any]], timeout: Timeout = None) -> list[Any]:
     """Wait for the operations of all handles, and return their results. Not collective.
 
     Args:
@@ -258,7 +285,7 @@ def _as_completed(waiting: list[Handle[T]]) -> Iterator[Handle[T]]:
         yield from ended
 
 
-def _deadline(timeout: float | datetime.timedelta | None) -> Deadline | None:
+def _deadline(timeout: Timeout) -> Deadline | None:
     seconds = in_seconds(timeout, 0, _DEFAULT_WAIT)
     return None if seconds is None else Deadline(seconds)
 
@@ -274,32 +301,6 @@ def _checked(handles: Any, operation: str) -> list[Handle[Any]]:
     for index, handle in enumerate(handles):
         _HANDLE.check(handle, f"handles[{index}]", operation)
     return handles
-
-
-_HANDLES = arguments.instance("an iterable of handles", Iterable, remedy="Pass [handle] for a single one.")
-_HANDLE = arguments.instance(
-    "a Handle",
-    Handle,
-    remedy="Pass the handles that mpicomm's operations return with async_op=True; for torch's Work call work.wait().",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mode:
-    """Which calls of torch.distributed within an operation are asynchronous."""
-
-    early: bool
-    """The calls that other calls follow."""
-
-    last: bool
-    """The last calls, which only local work of this rank follows."""
-
-
-IN_THE_CALL = Mode(early=False, last=False)
-# Later calls run in a callback, on the worker thread: a synchronous call there keeps the order of the operations.
-_IN_CALLBACKS = Mode(early=True, last=False)
-# Callbacks of other backends run at no defined position among the operations: the early calls run synchronously.
-_ELSEWHERE = Mode(early=False, last=True)
 
 
 def start(
@@ -327,5 +328,5 @@ def start(
     on_host = tensors is not None and all(tensor.is_cpu for tensor in tensors)
     has_callbacks = members.is_ours and (on_host or not members.has_nccl)
     in_callbacks = has_callbacks and (in_order or mpi.serves_threads())
-    mode = _IN_CALLBACKS if in_callbacks else _ELSEWHERE
+    mode = _IN_CALLBACKS if in_callbacks else _WITHOUT_CALLBACKS
     return Handle(steps(mode), operation, in_callbacks=in_callbacks, in_order=in_callbacks and in_order)

@@ -30,7 +30,7 @@ _numbers: dict[tuple[int, int], Iterator[int]] = {}
 
 def largest_tag() -> int:
     """Return the largest tag of the operations, which is reserved for `scatter`; callers may use smaller ones."""
-    return _first() // 4 - 1
+    return _first_tag() // 4 - 1
 
 
 def send(members: GroupArgument, data: Data, dst: int, tag: int) -> Steps:
@@ -40,7 +40,7 @@ def send(members: GroupArgument, data: Data, dst: int, tag: int) -> Steps:
         return None
 
     def backward(_grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        return run(receive(members, dst, _backward(tag), None, None))
+        return run(receive(members, dst, _backward_tag(tag), None, None))
 
     return autograd.attach([torch.zeros(())], data.tensors, backward)[0]
 
@@ -55,7 +55,7 @@ def receive(members: GroupArgument, src: int | None, tag: int, out: Data | None,
         return target
 
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        run(send(members, _detached(grads), sender, _backward(tag)))
+        run(send(members, _detached(grads), sender, _backward_tag(tag)))
         return []
 
     return description.rebuilt(autograd.attach(tensors, [], backward, is_needed=description.has_gradient))
@@ -85,7 +85,7 @@ def _content(
     return description, wire_format.unpack(description, buffers), sender
 
 
-def exchange(members: GroupArgument, data: Data, dst: int, src: int, tag: int) -> Steps:
+def sendrecv(members: GroupArgument, data: Data, dst: int, src: int, tag: int) -> Steps:
     """Send to one rank while receiving from another; return the received data."""
     works = start_send(members, data, dst, tag)
     theirs, tensors, _ = yield from _content(members, src, tag)
@@ -97,8 +97,8 @@ def exchange(members: GroupArgument, data: Data, dst: int, src: int, tag: int) -
 
         Each direction runs only if the data that was sent in it requires a gradient.
         """
-        sending = start_send(members, _detached(grads), src, _backward(tag)) if sends_gradients else []
-        received = run(receive(members, dst, _backward(tag), None, None)) if gets_gradients else []
+        sending = start_send(members, _detached(grads), src, _backward_tag(tag)) if sends_gradients else []
+        received = run(receive(members, dst, _backward_tag(tag), None, None)) if gets_gradients else []
         for work in sending:
             work.wait()
         return received
@@ -129,7 +129,7 @@ def _detached(grads: Sequence[torch.Tensor]) -> Data:
 
 def _read(head: torch.Tensor) -> tuple[int, int, bytes]:
     number, length, start = wire_format.read_head(head)
-    if not _first() <= number <= _last() or length >= 2**40:
+    if not _first_tag() <= number <= _last_tag() or length >= 2**40:
         raise wire_format.not_ours("its header is corrupted")
     return number, length, start
 
@@ -167,26 +167,26 @@ def expected_tag() -> Expected:
 
 
 @functools.cache
-def _last() -> int:
+def _last_tag() -> int:
     return min(_LARGEST_TAG, mpi_calls.largest_tag()) if mpi.is_usable() else _LARGEST_TAG
 
 
-def _first() -> int:
+def _first_tag() -> int:
     """Return the first of the tags that the operations use."""
-    return _last() // 2
+    return _last_tag() // 2
 
 
 def _head_tag(tag: int) -> int:
-    return _first() + tag
+    return _first_tag() + tag
 
 
-def _backward(tag: int) -> int:
+def _backward_tag(tag: int) -> int:
     """Return the tag of the gradients of messages with a tag; callers cannot use it."""
     return tag + largest_tag() + 1
 
 
 def _next_tag(members: GroupArgument, dst: int) -> int:
     """Return a tag for a content, different from the tags of other contents in flight to the same rank."""
-    start = _first() + 2 * (largest_tag() + 1)
+    start = _first_tag() + 2 * (largest_tag() + 1)
     count = _numbers.setdefault((id(members.handle), dst), itertools.count())
-    return start + next(count) % (_last() - start)
+    return start + next(count) % (_last_tag() - start)

@@ -169,8 +169,8 @@ def sendrecv(
     source = dst if src is None else src
     members = resolve(group, "sendrecv", dst=dst, src=source)
     messages.expected_tag().check(tag, "tag", "sendrecv")
-    taken = pytree.take(data, "sendrecv")
-    return _start(lambda: messages.exchange(members, taken, dst, source, tag), "sendrecv", members, async_op)
+    own_data = pytree.take(data, "sendrecv")
+    return _start(lambda: messages.sendrecv(members, own_data, dst, source, tag), "sendrecv", members, async_op)
 
 
 @overload
@@ -326,7 +326,7 @@ def _scattered(
     members: GroupArgument, items: Sequence[Data] | Exception | None, operation: str, src: int, mode: Mode
 ) -> Steps:
     nothing = pytree.take(None, operation).description
-    yield from call_check.reached(members, (f"{operation} from rank {src}", nothing), mode)
+    yield from call_check.compare_signatures(members, (f"{operation} from rank {src}", nothing), mode)
     tag = messages.largest_tag()  # reserved: callers cannot use it
     if items is None:
         return (yield from messages.receive(members, src, tag, None, None))

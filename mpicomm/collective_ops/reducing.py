@@ -64,14 +64,14 @@ class Op:
             ValueError: If the operation is not defined for a leaf's dtype.
         """
         for dtype in dict.fromkeys(data.description.dtypes):
-            reductions.plan(self.handle, dtype, size, operation)
+            reductions.reduction_for(self.handle, dtype, size, operation)
 
     def on(self, members: GroupArgument) -> Any:
         """Return the operation to call on a group: only this package's backend implements AVG for every dtype."""
         return dist.ReduceOp.SUM if self.name == "AVG" and not members.is_ours else self.handle
 
 
-def numbers_widened(data: Data, op: Op, members: GroupArgument) -> Data:
+def widen_numbers(data: Data, op: Op, members: GroupArgument) -> Data:
     """Return the data with Python numbers as in Python's arithmetic: the mean of 1 and 2 is 1.5, integers are exact."""
     kinds = data.description.kinds
     if NUMBER not in kinds or op.name not in _ARITHMETIC:
@@ -96,27 +96,27 @@ def _widened(number: torch.Tensor, op: Op, members: GroupArgument) -> tuple[str,
 
 def reduce_on_all_ranks(members: GroupArgument, data: Data | Exception, op: Op, inplace: bool, mode: Mode) -> Steps:
     """Run all_reduce, and return the reduced data."""
-    data = yield from call_check.compared(members, f"all_reduce {op.name}", data, mode)
+    data = yield from call_check.compare_calls(members, f"all_reduce {op.name}", data, mode)
     bundles = _bundles(data, inplace=inplace)
-    how = op.on(members)
-    yield [dist.all_reduce(bundle.flat, how, members.handle, async_op=mode.last) for bundle in bundles]
+    reduce_op = op.on(members)
+    yield [dist.all_reduce(bundle.flat, reduce_op, members.handle, async_op=mode.last) for bundle in bundles]
     results = _unbundled(bundles, data.description.shapes, members, op)
     if inplace:
         return _written_back(data, results)
 
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        taken = pytree.take(grads, "all_reduce, backward")
-        return handles.run(reduce_on_all_ranks(members, taken, op, False, IN_THE_CALL))
+        gradients = pytree.take(grads, "all_reduce, backward")
+        return handles.run(reduce_on_all_ranks(members, gradients, op, False, IN_THE_CALL))
 
     return data.description.rebuilt(_attached(data, op, results, backward))
 
 
 def reduce_to_one(members: GroupArgument, data: Data | Exception, op: Op, dst: int, mode: Mode) -> Steps:
     """Run reduce, and return the reduced data on `dst`, None elsewhere."""
-    data = yield from call_check.compared(members, f"reduce {op.name} to rank {dst}", data, mode)
+    data = yield from call_check.compare_calls(members, f"reduce {op.name} to rank {dst}", data, mode)
     bundles = _bundles(data, inplace=False)
-    target, how = members.ranks[dst], op.on(members)
-    yield [dist.reduce(bundle.flat, target, how, members.handle, async_op=mode.last) for bundle in bundles]
+    target, reduce_op = members.ranks[dst], op.on(members)
+    yield [dist.reduce(bundle.flat, target, reduce_op, members.handle, async_op=mode.last) for bundle in bundles]
     if members.rank != dst:
         return None
     return data.description.rebuilt(_unbundled(bundles, data.description.shapes, members, op))
@@ -124,7 +124,7 @@ def reduce_to_one(members: GroupArgument, data: Data | Exception, op: Op, dst: i
 
 def reduce_and_scatter(members: GroupArgument, data: Data | Exception, op: Op, mode: Mode) -> Steps:
     """Run reduce_scatter: each leaf is split along its first dimension, and each rank gets its part of the result."""
-    data = yield from call_check.compared(members, f"reduce_scatter {op.name}", data, mode)
+    data = yield from call_check.compare_calls(members, f"reduce_scatter {op.name}", data, mode)
     parts = [tensor.detach().tensor_split(members.size) for tensor in data.tensors]
     bundles, works = [], []
     for indices in _by_dtype(data):
@@ -133,12 +133,12 @@ def reduce_and_scatter(members: GroupArgument, data: Data | Exception, op: Op, m
         bundles.append(_Bundle(indices, output))
         works.append(dist.reduce_scatter(output, sources, op.on(members), members.handle, async_op=mode.last))
     yield works
-    results = _unbundled(bundles, [of_leaf[members.rank].shape for of_leaf in parts], members, op)
+    results = _unbundled(bundles, [parts_of_leaf[members.rank].shape for parts_of_leaf in parts], members, op)
 
     def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        taken = pytree.take(grads, "reduce_scatter, backward")
-        gathered = handles.run(data_movement.gather(members, taken, None, "reduce_scatter, backward", IN_THE_CALL))
-        whole = [torch.cat(of_leaf) for of_leaf in zip(*gathered, strict=True)]
+        gradients = pytree.take(grads, "reduce_scatter, backward")
+        gathered = handles.run(data_movement.gather(members, gradients, None, "reduce_scatter, backward", IN_THE_CALL))
+        whole = [torch.cat(parts_of_leaf) for parts_of_leaf in zip(*gathered, strict=True)]
         return [gradient / members.size for gradient in whole] if op.name == "AVG" else whole
 
     return data.description.rebuilt(_attached(data, op, results, backward))

@@ -88,7 +88,7 @@ class DataOperations:
                     if (dtype, device) not in self._buffers:
                         self._buffers[dtype, device] = _FusionBuffer(dtype, device)
                     whole, parts = self._buffers[dtype, device].layout(batch)
-                    torch_internals.copy_each(parts, [pair.source for pair in batch])
+                    torch_internals.copy_all(parts, [pair.source for pair in batch])
                 _scale(whole, prescale)
                 if op == Adasum:
                     _reduce_by_adasum(parts, whole, self._calls.group)
@@ -96,7 +96,7 @@ class DataOperations:
                     self._calls.all_reduce(whole, op)
                 _scale(whole, postscale)
                 if len(batch) > 1:
-                    torch_internals.copy_each([pair.output for pair in batch], parts)
+                    torch_internals.copy_all([pair.output for pair in batch], parts)
         for item in items:
             if item.submission is not None:
                 _finish(item, item.submission.outputs)

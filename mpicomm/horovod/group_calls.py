@@ -43,7 +43,7 @@ class GroupCalls:
         self._scatters = {op: _options(ReduceScatterOptions, reduceOp=torch_op) for op, torch_op in _TORCH_OPS.items()}
         self._gather, self._to_all = _options(AllgatherOptions), _options(AllToAllOptions)
         self._broadcasts = [_options(BroadcastOptions, rootRank=root) for root in range(self.size)]
-        own_name = torch_internals.own_name
+        own_name = torch_internals.name_in_this_torch
         self._all_gather_single = getattr(group, own_name("all_gather_single"))
         self._all_to_all_single = getattr(group, own_name("all_to_all_single"))
         self._memory = bytearray()

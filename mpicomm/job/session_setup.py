@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mpicomm import mpi, torch_compatibility, torch_internals
 from mpicomm.backend import registration
-from mpicomm.backend.execution import future_callbacks
+from mpicomm.backend.execution import backward_errors
 from mpicomm.backend.gpu import thread_device
 from mpicomm.job import devices, interfaces, plan, rendezvous, session
 from mpicomm.job.plan import JoinedJob
@@ -85,7 +85,7 @@ def open_session(opened: Session) -> None:
     # 1. start the watchdog, if MPI has connected the ranks
     rank_failures.set_current(opened.failures)
     if opened.failures is not None:
-        future_callbacks.watch_backward()
+        backward_errors.watch_backward()
     if job.processes is not None:
         for comm in opened.communicators:
             mpi.tracked(comm)

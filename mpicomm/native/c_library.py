@@ -33,36 +33,33 @@ KINDS = {
 }
 """For each dtype, the kind of number that the library adds, and how many of them an element has."""
 
-NARROW_FLOATS = (torch.bfloat16, torch.float16)
-"""The dtypes that the library adds in float32."""
-
 ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER = range(8)
 DONE, WAITING, DIFFERENT, UNAVAILABLE = range(4)
 LINE_BYTES = 128
 """The size of the record of an operation that each rank publishes in the shared memory."""
 
-
 HEADER = 64
 """The number of bytes before a block of scatter."""
 
 IS_WIDE = 1 << 15
-"""Added to a call of reduce_scatter if the sums of `NARROW_FLOATS` stay in float32."""
+"""Added to a call of reduce_scatter if the sums of bfloat16 or float16 numbers stay in float32."""
 
 IS_LIST = 1 << 63
 """Added to a call if the blocks of the ranks are a list: an array of addresses and sizes in bytes."""
 
 
-@functools.cache
 def call(operation: int, kind: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
     """Return the call that all ranks must make, as the library's number."""
     return operation | kind << 8 | root << 16 | divisor << 32 | _dtype_code(dtype) << 48
 
 
+@functools.cache
 def reducing(operation: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
     """Return the call of an operation that adds numbers."""
     return call(operation, KINDS[dtype][0], dtype, root, divisor)
 
 
+@functools.cache
 def moving(operation: int, dtype: torch.dtype, root: int = 0) -> int:
     """Return the call of an operation that moves bytes."""
     return call(operation, BYTES, dtype, root)

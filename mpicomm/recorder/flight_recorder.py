@@ -160,6 +160,10 @@ class Operation:
         else:
             _running.pop(self.number, None)
 
+    def exempt_from_watchdog(self) -> None:
+        """Let the watchdog not end the job for this operation: its call raises an error at its timeout."""
+        self.limit = None
+
     def extend_deadline(self, seconds: float) -> None:
         """Extend the deadline by the seconds in which this process was suspended."""
         if self.start is not None:

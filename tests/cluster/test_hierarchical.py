@@ -22,7 +22,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64):
     tensor = torch.arange(count).remainder_(7).to(dtype).mul_(world.rank + 1)
     dist.all_reduce(tensor)
     assert torch.equal(tensor, torch.arange(count).remainder_(7).mul_(sum(range(1, world.size + 1))).to(dtype)), dtype
-path = dist.group.WORLD._executor.node
+path = dist.group.WORLD._executor.algorithms
 reduction_guarantees.check([3, count + 5])
 print(world.rank, path.hierarchical is not None, flush=True)
 """

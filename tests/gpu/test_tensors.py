@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mpicomm.backend.gpu.transport import NO_TRANSPORT
+from mpicomm.backend.gpu.transport import DIRECT
 from mpicomm.errors import MpicommError
 from tests.worlds import Group
 
@@ -47,7 +47,7 @@ SIZES = pytest.mark.parametrize("count", COUNTS)
 
 
 def test_tensors_do_not_go_as_they_are(group: Group) -> None:
-    assert group.handle._executor.transport is not NO_TRANSPORT
+    assert group.handle._executor.transport is not DIRECT
 
 
 @WHEN

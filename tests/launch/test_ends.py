@@ -100,9 +100,9 @@ threading.Thread(target=train).start()
 # Each group waits 1 s for a message that never arrives; together, they wait longer than the 5 s limit of one group.
 UNFINISHED = """
 import warnings
-from mpicomm.backend.execution import send_recv
+from mpicomm.backend.execution import pending_messages
 from mpicomm.watchdog import rank_reports
-send_recv._LAST_MESSAGES_SECONDS, rank_reports._TAKE_DOWN_SECONDS = 1.0, 5.0
+pending_messages._LAST_MESSAGES_SECONDS, rank_reports._TAKE_DOWN_SECONDS = 1.0, 5.0
 warnings.simplefilter("ignore")
 world = mpicomm.bootstrap()
 works = [dist.irecv(torch.ones(1), (world.rank + 1) % 3, group=dist.new_group()) for _ in range(8)]

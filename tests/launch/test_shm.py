@@ -43,7 +43,7 @@ world = mpicomm.bootstrap()
 tensor = torch.ones(2**24)
 dist.all_reduce(tensor)
 assert bool((tensor == world.size).all())
-assert (dist.group.WORLD._executor.node.slots is not None) == nodes.has_library()
+assert (dist.group.WORLD._executor.algorithms.slots is not None) == nodes.has_library()
 """
 
 
@@ -73,7 +73,7 @@ world = mpicomm.bootstrap("mpi")
 tensor = torch.ones(2**14)
 dist.all_reduce(tensor)
 assert bool((tensor == world.size).all())
-assert dist.group.WORLD._executor.node.slots is None
+assert dist.group.WORLD._executor.algorithms.slots is None
 """
 
 

@@ -42,7 +42,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, group: Group, largest: int) -> None:
     """Limit the counts of the MPI calls of a group to `largest`."""
     executor = group.handle._executor  # type: ignore[attr-defined]
     monkeypatch.setattr(mpi_calls, "largest_count", lambda: largest)
-    monkeypatch.setattr(dense_collectives, "_STAGED_BYTES", 0)  # such lists are below the limit
+    monkeypatch.setattr(dense_collectives, "_LIST_BUFFER_BYTES", 0)  # such lists are below the limit
     few = FewCounts(executor.comm, largest)
     monkeypatch.setattr(executor.messages, "_comm", few)
     monkeypatch.setattr(executor.dense, "comm", few)

@@ -22,7 +22,7 @@ from mpicomm.backend import groups
 from mpicomm.backend.composite import CompositeProcessGroup
 from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.execution.work import JointWork
-from mpicomm.backend.gpu import transport as gpu_transport
+from mpicomm.backend.gpu.transport import DIRECT
 from mpicomm.backend.operations import TABLE
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.recorder import flight_recorder
@@ -70,7 +70,7 @@ def routed(
     store = dist.PrefixStore(f"routed-{request.node.name}", dist.distributed_c10d._get_default_store())
     gloo = Witness(dist.ProcessGroupGloo(store, world.rank, world.size))
     record = flight_recorder.Group("routed", range(world.size), 60, is_world=False)
-    executor = Executor(world.comm.Dup(), record, Settings(), gpu_transport.NO_TRANSPORT)
+    executor = Executor(world.comm.Dup(), record, Settings(), DIRECT)
     group = CompositeProcessGroup(executor, "routed", "mpicomm_nccl", store, request.param, lambda *_: gloo)
     yield group, gloo, request.param == "cpu"
     if request.param == "cuda":
@@ -117,7 +117,7 @@ def test_all_to_all_is_sent_by_the_backend_of_its_device(world: mpicomm.World, r
     source, output = torch.arange(world.size) + 100.0 * world.rank, torch.empty(world.size)
     group.all_to_all_single(output, source, [], []).wait()
     assert torch.equal(output, 100.0 * torch.arange(world.size) + world.rank)
-    single = torch_internals.own_name("all_to_all_single")
+    single = torch_internals.name_in_this_torch("all_to_all_single")
     assert (single in gloo.called) == is_inner
     outputs = [torch.empty(1) for _ in range(world.size)]
     try:
@@ -237,7 +237,7 @@ def like_nccl(world: mpicomm.World) -> Iterator[tuple[CompositeProcessGroup, Gro
         def make_inner(executor: Executor, name: str, store: dist.Store) -> Grouping:
             return GroupingMessages(dist.ProcessGroupGloo(store, executor.comm.rank, executor.comm.size))
 
-        executor = groups.make_by_options(options, takes_gpu_tensors=False)
+        executor = groups.make_for_torch(options, takes_gpu_tensors=False)
         return CompositeProcessGroup(executor, options.group_id, "likenccl", options.store, "cpu", make_inner)
 
     if not hasattr(dist.Backend, "LIKENCCL"):

@@ -151,7 +151,7 @@ def test_results_do_not_depend_on_the_path(
 ) -> None:
     executor, prepared = dist.group.WORLD._executor, []  # type: ignore[union-attr]
     if is_by_mpi:
-        monkeypatch.setattr(executor.node, "select", lambda *_: Algorithm.MPI)
+        monkeypatch.setattr(executor.algorithms, "select", lambda *_: Algorithm.MPI)
     submit = executor.submit
     monkeypatch.setattr(executor, "submit", lambda *args: prepared.append(args[0]) or submit(*args))
     is_general = world.rank in slow_ranks

@@ -12,9 +12,8 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm import mpi
 from mpicomm.backend.gpu import probe
-from mpicomm.backend.gpu import transport as gpu_transport
-from mpicomm.backend.gpu.staging import Staged
-from mpicomm.backend.gpu.transport import GPUDirect
+from mpicomm.backend.gpu.staging import StagingTransport
+from mpicomm.backend.gpu.transport import DIRECT, GPUDirect
 from mpicomm.backend.transfer import mpi_calls
 from mpicomm.settings import Settings
 from tests.movers import stage
@@ -26,7 +25,7 @@ HOST = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def untested(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reset the record that the library has passed the test."""
-    monkeypatch.setattr(gpu_transport, "_has_passed", False)
+    monkeypatch.setattr(probe, "_has_passed", False)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, is_claimed: bool, failures: list[str]) -> list[int]:
@@ -46,13 +45,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, is_claimed: bool,
 
 def test_without_a_gpu_tensors_go_as_they_are(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = pretend(monkeypatch, has_gpu=False, is_claimed=True, failures=[])
-    assert gpu_transport.choose(world.comm, Settings()) is gpu_transport.NO_TRANSPORT
+    assert probe.choose_transport(world.comm, Settings()) is DIRECT
     assert not tests
 
 
 def test_one_rank_with_a_gpu_is_enough_to_stage_on_all(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, has_gpu=world.rank == world.size - 1, is_claimed=False, failures=[])
-    assert isinstance(gpu_transport.choose(world.comm, Settings()), Staged)
+    assert isinstance(probe.choose_transport(world.comm, Settings()), StagingTransport)
 
 
 def test_addresses_are_passed_if_the_library_passes_the_probe(
@@ -60,14 +59,14 @@ def test_addresses_are_passed_if_the_library_passes_the_probe(
 ) -> None:
     tests = pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
     for _ in range(2):
-        assert isinstance(gpu_transport.choose(world.comm, Settings()), GPUDirect)
+        assert isinstance(probe.choose_transport(world.comm, Settings()), GPUDirect)
     assert tests == [1]
 
 
 def test_a_group_tests_again_if_one_of_its_ranks_has_not(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
-    monkeypatch.setattr(gpu_transport, "_has_passed", world.rank != 0)
-    assert isinstance(gpu_transport.choose(world.comm, Settings()), GPUDirect)
+    monkeypatch.setattr(probe, "_has_passed", world.rank != 0)
+    assert isinstance(probe.choose_transport(world.comm, Settings()), GPUDirect)
     assert tests == [1]
 
 
@@ -76,29 +75,29 @@ def test_one_rank_that_fails_stages_on_all(world: mpicomm.World, monkeypatch: py
     pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=found)
     if found:
         with pytest.warns(UserWarning, match=r"failed its test: all_reduce of 1 elements\. GPU tensors are staged"):
-            transport = gpu_transport.choose(world.comm, Settings())
+            transport = probe.choose_transport(world.comm, Settings())
     else:
-        transport = gpu_transport.choose(world.comm, Settings())
-    assert isinstance(transport, Staged)
+        transport = probe.choose_transport(world.comm, Settings())
+    assert isinstance(transport, StagingTransport)
 
 
 def test_one_rank_that_is_set_to_stage_stages_on_all(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
     settings = Settings(gpu_aware="0" if world.rank == 0 else "auto")
-    assert isinstance(gpu_transport.choose(world.comm, settings), Staged)
+    assert isinstance(probe.choose_transport(world.comm, settings), StagingTransport)
     assert not tests
 
 
 def test_the_test_is_made_where_the_user_insists(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = pretend(monkeypatch, has_gpu=True, is_claimed=False, failures=[])
-    assert isinstance(gpu_transport.choose(world.comm, Settings(gpu_aware="1")), GPUDirect)
+    assert isinstance(probe.choose_transport(world.comm, Settings(gpu_aware="1")), GPUDirect)
     assert tests == [1]
 
 
 def test_all_ranks_use_the_shortest_chunk(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, has_gpu=True, is_claimed=False, failures=[])
-    transport = gpu_transport.choose(world.comm, Settings(gpu_chunk_kib=1 + world.rank))
-    assert isinstance(transport, Staged)
+    transport = probe.choose_transport(world.comm, Settings(gpu_chunk_kib=1 + world.rank))
+    assert isinstance(transport, StagingTransport)
     assert transport._chunk_bytes == 1024
 
 
@@ -110,7 +109,7 @@ def test_memory_that_is_not_exported_is_warned_of(
     pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
     monkeypatch.setenv(name, f"max_split_size_mb:64, {setting}")
     with pytest.warns(UserWarning, match=rf"has {setting}: CUDA IPC cannot export such memory"):
-        gpu_transport.choose(world.comm, Settings())
+        probe.choose_transport(world.comm, Settings())
 
 
 @pytest.mark.each_mpi
@@ -122,9 +121,9 @@ def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
     pretend(monkeypatch, has_gpu=True, is_claimed=report == "direct", failures=[])
     handle = dist.new_group()
     executor = handle._executor
-    assert isinstance(executor.transport, Staged if report == "staged" else GPUDirect)
+    assert isinstance(executor.transport, StagingTransport if report == "staged" else GPUDirect)
     cut: list[torch.Tensor] = []
-    monkeypatch.setattr(Staged, "_in_chunks", lambda *args: cut.append(args[0]))
+    monkeypatch.setattr(StagingTransport, "_in_chunks", lambda *args: cut.append(args[0]))
     quick, done = handle._fast_path.allreduce, []
     monkeypatch.setattr(handle._fast_path, "allreduce", lambda *args: done.append(quick(*args)) or done[-1])
     small, large = torch.full((3,), 1.0 + world.rank), torch.full((4 << 20,), 1.0 + world.rank)
@@ -134,7 +133,7 @@ def test_tensors_on_the_host_go_as_if_there_were_no_gpu(
         assert torch.equal(each, torch.full_like(each, total))
     assert not cut
     assert [work is not None for work in done] == [True, report == "direct"]  # for 3 elements and for 16 MiB
-    assert executor.node._comms
+    assert executor.algorithms._comms
     dist.destroy_process_group(handle)
 
 

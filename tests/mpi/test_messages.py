@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend.execution.send_recv import MessageWork
+from mpicomm.backend.execution.pending_messages import MessageWork
 from mpicomm.backend.transfer import mpi_calls
 from tests.mpi.sweep import sweep
 from tests.time_limits import scaled, wait_until

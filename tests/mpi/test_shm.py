@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend.transfer import hierarchical, reductions, segment
+from mpicomm.backend.transfer import hierarchical, reductions, slots
 from mpicomm.backend.transfer.hierarchical import HierarchicalAllReduce
 from tests import nodes, reduction_guarantees
 from tests.torches import all_gather_single, reduce_scatter_single
@@ -67,7 +67,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def path_of(handle: dist.ProcessGroup) -> Any:
-    return handle._executor.node  # type: ignore[attr-defined]
+    return handle._executor.algorithms  # type: ignore[attr-defined]
 
 
 def start_and_wait(tensor: torch.Tensor, *arguments: Any, group: dist.ProcessGroup) -> None:
@@ -249,7 +249,7 @@ def test_memory_that_one_rank_cannot_offer(make: Make, world: mpicomm.World) -> 
     handle, tensor = make("two nodes"), torch.ones(1000)
     dist.all_reduce(tensor, group=handle)
     run = path_of(handle).hierarchical.run
-    plan = reductions.plan(dist.ReduceOp.SUM, torch.float32, world.size, "all_reduce")
+    plan = reductions.reduction_for(dist.ReduceOp.SUM, torch.float32, world.size, "all_reduce")
     assert not run(torch.ones(1000, device="meta") if world.rank == 0 else tensor, plan)
     assert bool((tensor == world.size).all())
     assert run(tensor, plan)
@@ -289,7 +289,7 @@ def test_an_exception_within_an_operation_breaks_the_group(
 
     handle = make("two nodes")
     dist.all_reduce(torch.ones(1000), group=handle)
-    monkeypatch.setattr(path_of(handle).hierarchical._node, "all_gather", interrupted)
+    monkeypatch.setattr(path_of(handle).hierarchical._node_slots, "all_gather", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dist.all_reduce(torch.ones(1000), group=handle)
     with pytest.raises(mpicomm.MpicommError, match="was interrupted by KeyboardInterrupt"):
@@ -309,7 +309,7 @@ def test_where_there_is_no_memory_either_mpi_is_enough(
     nodes.require("slots")
     failing = rank % world.size
     if world.rank == failing:
-        monkeypatch.setattr(segment, "_create" if failing == 0 else "_open", refuse)
+        monkeypatch.setattr(slots, "_create_memory" if failing == 0 else "_open_memory", refuse)
     handle = make()
     tensor = torch.ones(LARGE)
     with warnings.catch_warnings(record=True) as caught:
@@ -362,17 +362,17 @@ def test_nodes_that_cannot_make_two_levels(make: Make, world: mpicomm.World, tak
 
 def test_shared_memory_is_reserved(world: mpicomm.World) -> None:
     """Without the reservation, accessing the memory could terminate a rank if too little is available."""
-    descriptor, _memory = segment._create(MIB)
+    descriptor, _memory = slots._create_memory(MIB)
     assert 512 * os.fstat(descriptor).st_blocks >= MIB
     os.close(descriptor)
 
 
 def test_another_process_of_that_number_is_no_rank(world: mpicomm.World) -> None:
-    descriptor, memory = segment._create(MIB)
+    descriptor, memory = slots._create_memory(MIB)
     with pytest.raises(OSError, match="different process"):
-        segment._open((os.getpid(), descriptor, b"somebody else's"), MIB)
+        slots._open_memory((os.getpid(), descriptor, b"somebody else's"), MIB)
     with pytest.raises(OSError, match="different process"):
-        segment._open((os.getpid(), descriptor, segment._token(memory)), 2 * MIB)
+        slots._open_memory((os.getpid(), descriptor, slots._token(memory)), 2 * MIB)
     os.close(descriptor)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend.transfer import segment, slots
+from mpicomm.backend.transfer import slots
 from mpicomm.backend.transfer.slots import NativeSlots
 from mpicomm.recorder import flight_recorder
 from tests import nodes
@@ -48,12 +48,12 @@ def make(world: mpicomm.World) -> Iterator[Make]:
 
 
 def selector_of(handle: dist.ProcessGroup) -> Any:
-    return handle._executor.node  # type: ignore[attr-defined]
+    return handle._executor.algorithms  # type: ignore[attr-defined]
 
 
 def slots_of(comm: Any) -> NativeSlots:
     nodes.require("slots")
-    return NativeSlots(comm, segment.make(comm, slots.segment_bytes(comm.size)), comm.Iprobe)
+    return NativeSlots(comm, slots.share_memory(comm, slots.memory_bytes(comm.size)), comm.Iprobe)
 
 
 def values(size: int, count: int, dtype: torch.dtype) -> torch.Tensor:

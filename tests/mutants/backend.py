@@ -46,14 +46,14 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "future_callbacks.running_passes",
+        "backward_errors.running_passes",
         old="list(_errors.values()) if own is None else [own]",
         new="list(_errors.values())",
         fault="A backward pass raises an error of the pass that another thread runs.",
         tests="tests/unit/test_failed_futures.py",
     ),
     Mutant(
-        "future_callbacks.running_passes",
+        "backward_errors.running_passes",
         old="list(_errors.values()) if own is None else [own]",
         new="[] if own is None else [own]",
         fault="The error of an operation that a thread of a GPU started is lost.",
@@ -68,7 +68,7 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "future_callbacks._checked",
+        "backward_errors._checked",
         old="errors = _errors[thread] = []",
         new="errors = _errors.setdefault(0, [])\n_errors[thread] = errors",
         fault="A backward pass raises an error that an operation before it has raised.",
@@ -82,7 +82,7 @@ MUTANTS = [
         tests="tests/unit/test_failed_futures.py",
     ),
     Mutant(
-        "future_callbacks._check",
+        "backward_errors._check",
         old="raise errors[0] from error",
         new="raise errors[-1] from error",
         fault="A backward pass raises the last error: that the group is broken, in place of the reason.",
@@ -104,15 +104,15 @@ MUTANTS = [
         tests="tests/launch/test_interrupts.py -k between_two_parts",
     ),
     Mutant(
-        "distinct",
-        old="_share(outputs[one], outputs[other])",
-        new="False and _share(outputs[one], outputs[other])",
+        "require_distinct",
+        old="_share(outputs[first], outputs[second])",
+        new="False and _share(outputs[first], outputs[second])",
         fault="A tensor that occurs twice in a coalesced all_reduce is reduced twice.",
         tests="tests/mpi/test_misuse.py",
         ranks=4,
     ),
     Mutant(
-        "in_memory",
+        "require_storage",
         old="not address and value.numel()",
         new="False",
         fault="A tensor without elements in memory is passed to MPI.",
@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     # -- operations.py --------------------------------------------------------------------------------------
     Mutant(
-        "_Checked.step",
+        "_CallInProgress.step",
         old="of_root if self.is_root else of_others",
         new="of_others if self.is_root else of_root",
         fault="broadcast does not copy its result back into a strided tensor.",
@@ -145,8 +145,8 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "_Checked.step",
-        old="not self.any_size and buffers.uneven_counts(blocks) is None",
+        "_CallInProgress.step",
+        old="not self.sizes_may_differ and buffers.uneven_counts(blocks) is None",
         new="True",
         fault="A list whose sizes differ is cut into chunks of the size of its first tensor.",
         tests="tests/mpi/test_collectives.py -k 'uneven and staged'",
@@ -193,7 +193,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "DenseCollectives._unshared",
+        "DenseCollectives._without_overlap",
         old="source.detach().clone()",
         new="source",
         fault="A block that overlaps others at another offset is overwritten before slots have read it.",
@@ -202,16 +202,16 @@ MUTANTS = [
     ),
     Mutant(
         "DenseCollectives.all_to_all",
-        old='Algorithm.MPI if counts is not None else self.node.select("all_to_all", source.nbytes)',
-        new='self.node.select("all_to_all", source.nbytes)',
+        old='Algorithm.MPI if counts is not None else self._algorithms.select("all_to_all", source.nbytes)',
+        new='self._algorithms.select("all_to_all", source.nbytes)',
         fault="Blocks of different sizes are exchanged as if all had the same size.",
         tests="tests/mpi/test_all_to_all.py",
         ranks=2,
     ),
     Mutant(
         "DenseCollectives.all_gather_list",
-        old='self.node.select("all_gather", nbytes) if is_even else Algorithm.MPI',
-        new='self.node.select("all_gather", nbytes)',
+        old='self._algorithms.select("all_gather", nbytes) if is_even else Algorithm.MPI',
+        new='self._algorithms.select("all_gather", nbytes)',
         fault="Ranks whose tensors differ in size select the algorithm of all_gather by their own tensor.",
         tests="tests/mpi/test_collectives.py -k test_all_gather_of_uneven_sizes",
         ranks=4,
@@ -231,7 +231,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "DenseCollectives._fits_staging",
+        "DenseCollectives._fits_list_buffer",
         old="all([tensor.nbytes == nbytes and tensor.is_cpu for tensor in tensors])",
         new="True",
         fault="Lists of small tensors of different sizes are copied as if all had the size of this rank's tensor.",
@@ -256,7 +256,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Executor._take_turn",
+        "Executor._lock_if_idle",
         old="worker is not None and worker.jobs",
         new="False",
         fault="An all_reduce on the fast path runs before asynchronous operations that were queued earlier.",
@@ -280,7 +280,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "PendingMessages._let_advance",
+        "PendingMessages._wake_poller",
         old="poller is not None and not poller.is_idle",
         new="poller is not None",
         fault="A new message does not wake a sleeping poller, and then advances only while a thread waits for it.",
@@ -289,8 +289,8 @@ MUTANTS = [
     ),
     Mutant(
         "Executor._wait_limit",
-        old="seconds, operation.limit = operation.limit, None",
-        new="seconds = operation.limit",
+        old="operation.exempt_from_watchdog()",
+        new="pass",
         fault="The watchdog ends the job at the timeout of mpicomm.barrier(), which raises TimeoutError instead.",
         tests="tests/mpi/test_deadlines.py -k no_deadline_for_a_barrier",
         ranks=2,
@@ -335,7 +335,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Worker._may_be_taken",
+        "Worker._can_run_on_waiting_thread",
         old="isinstance(job.work, QueuedWork)",
         new="True",
         fault="A thread that waits for an operation runs the callbacks of others within its wait().",
@@ -343,7 +343,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Worker.run_for",
+        "Worker.run_until_done",
         old="is_held.extend(map(self._running.acquire, (False,)))",
         new="is_held.append(self._running.acquire(blocking=False) or True)",
         fault="A thread that waits for an operation runs later ones while the worker still runs an earlier one.",
@@ -351,7 +351,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "Worker.run_for",
+        "Worker.run_until_done",
         old="is_held.extend(map(self._running.acquire, (False,)))",
         new="is_held.append(self._running.acquire(blocking=False))",
         fault="An exception of a signal handler in wait() keeps the worker's lock: no operation runs any more.",
@@ -383,8 +383,8 @@ for callback in after:
         ranks=4,
     ),
     Mutant(
-        "Worker.wait_for_place_of",
-        old="self.is_idle or callback in self._awaited",
+        "Worker.wait_until_next",
+        old="self.is_idle or callback in self._awaited_callbacks",
         new="self.is_idle",
         fault="A callback of one group waits for an operation of another group that waits for the callback.",
         tests="tests/mpi/test_async.py -k test_callbacks_on_other_groups",
@@ -392,7 +392,7 @@ for callback in after:
     ),
     Mutant(
         "Worker.submit",
-        old="self._timer.set(_SOON_NS)",
+        old="self._timer.set(_WAKE_SOON_NS)",
         fault="An operation starts only when its caller waits for it.",
         tests="tests/mpi/test_async.py -k test_an_operation_runs_although_its_caller_does_not_wait",
         ranks=4,
@@ -432,7 +432,7 @@ for callback in after:
         "Poller.stop",
         old="""
 for work in self._watched:
-    work.finish()
+    work.complete_future()
 """,
         fault="The future of an incomplete message never completes when its group is destroyed or aborted.",
         tests="tests/mpi/test_messages.py -k on_its_way",
@@ -448,15 +448,15 @@ for work in self._watched:
         ranks=4,
     ),
     Mutant(
-        "MessageWork._settle",
+        "MessageWork._complete_request",
         old="self._error = error",
         fault="The error of a message that is shorter than its tensor is ignored, and the tensor keeps old values.",
         tests="tests/mpi/test_messages.py -k test_a_message_of_another_size_is_an_error",
         ranks=4,
     ),
     Mutant(
-        "MessageWork._settle",
-        old="self._keeper.forget(self)",
+        "MessageWork._complete_request",
+        old="self._messages.forget(self)",
         fault="Completed messages and their tensors are never freed.",
         tests="tests/mpi/test_messages.py -k test_completed_messages_are_not_kept",
         ranks=4,
@@ -499,7 +499,7 @@ _divide(dense, self.divisor)
         ranks=4,
     ),
     Mutant(
-        "reductions._plan",
+        "reductions._reduction_for",
         old="_SORT_KEYS.get(wide or dtype) if name in _ORDERED else None",
         new="None",
         fault="MIN and MAX of NaN, and of 0 and -0, are what MPI makes of them: the results of the ranks differ.",
@@ -580,7 +580,7 @@ _divide(dense, self.divisor)
         tests="tests/launch/test_deadlines.py -k own",
     ),
     Mutant(
-        "arrived",
+        "wait_if_pending",
         old="tensor.wait()",
         new="tensor.elem",
         fault="The output tensor of a running functional collective is read before the collective has completed.",

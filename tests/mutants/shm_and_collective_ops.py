@@ -31,7 +31,7 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "data_movement.exchange",
+        "data_movement.all_to_all",
         old="[wire_format.encode(error)] * members.size",
         new="[b''] * members.size",
         fault="all_to_all_object does not tell the other ranks which rank cannot pickle its objects, and why.",
@@ -80,8 +80,8 @@ MUTANTS = [
     ),
     Mutant(
         "_slot_bytes",
-        old="max(_REGION_BYTES * size, min(_MOST_BYTES, share))",
-        new="min(_MOST_BYTES, share)",
+        old="max(_SMALLEST_REGION_BYTES * size, min(_LARGEST_SLOT_BYTES, share))",
+        new="min(_LARGEST_SLOT_BYTES, share)",
         fault="On a node of more than 700 ranks, the slots have no room for a block of each rank.",
         tests="tests/unit/test_native.py -k room_for_every_rank",
     ),
@@ -118,8 +118,8 @@ MUTANTS = [
     ),
     Mutant(
         "HierarchicalAllReduce.run",
-        old="(least_bytes, lowest) != (-most_bytes, -highest)",
-        new="least_bytes != -most_bytes",
+        old="not agreement.all_equal(published)",
+        new="published[0] != -published[2]",
         fault="Ranks of different nodes add tensors although their dtypes or operations differ.",
         tests="tests/mpi/test_shm.py -k different_calls",
         ranks=4,
@@ -133,7 +133,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "HierarchicalAllReduce._reduce",
+        "HierarchicalAllReduce._all_reduce_piece",
         old="torch.empty_like(block, dtype=reduction.wide) if is_narrow else block",
         new="block",
         fault="The sums of bf16 and fp16 of a node are rounded before they are sent to other nodes.",
@@ -141,7 +141,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "HierarchicalAllReduce._reduce",
+        "HierarchicalAllReduce._all_reduce_piece",
         old="""
 if reduction.wide is not None:
     total = total.to(reduction.wide)
@@ -151,14 +151,14 @@ if reduction.wide is not None:
         ranks=4,
     ),
     Mutant(
-        "_open",
+        "_open_memory",
         old="os.close(opened)",
         fault="A rank that opens the shared memory of another rank does not close the descriptor.",
         tests="tests/mpi/test_shm.py -k test_nothing_is_left",
         ranks=4,
     ),
     Mutant(
-        "_create",
+        "_create_memory",
         old="os.posix_fallocate(descriptor, 0, nbytes)",
         new="os.ftruncate(descriptor, nbytes)",
         fault="Shared memory is not preallocated, and if there is too little, a rank later dies of SIGBUS.",
@@ -202,16 +202,16 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "_Part.fetch",
+        "_Part.start_to_host",
         old="self._put",
         new="self._fetched",
         fault="The memory of a chunk is reused while its previous content is still being copied to the GPU.",
         tests="tests/unit/test_staging.py -k test_every_dtype_and_size_in_place",
     ),
     Mutant(
-        "_passes",
-        old="agreement.all_true(comm, not failures)",
-        new="not failures",
+        "_passes_test",
+        old="agreement.all_true(comm, not failed)",
+        new="not failed",
         fault="If the probe of GPU addresses fails on one rank, only that rank stages its tensors.",
         tests="tests/mpi/test_gpu_transport.py -k test_one_rank_that_fails_stages_on_all",
         ranks=4,
@@ -248,7 +248,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "splits",
+        "require_splits",
         old="min(sizes) < 0",
         new="False",
         fault="Negative split sizes with a correct sum are not refused, and MPI fails on this rank while others wait.",
@@ -256,15 +256,15 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "one_per_rank",
-        old="written if are_written else tensor",
-        new="tensor",
+        "require_one_per_rank",
+        old="require_output if are_written else require_tensor",
+        new="require_tensor",
         fault="Expanded tensors are accepted as outputs in lists, and fail after the operation.",
         tests="tests/mpi/test_misuse.py -k expanded",
         ranks=4,
     ),
     Mutant(
-        "make_by_options",
+        "make_for_torch",
         old="world.Dup",
         new="lambda: world",
         fault="The group of all ranks uses, and frees, the communicator that the user has.",
@@ -279,7 +279,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "make_by_options",
+        "make_for_torch",
         old="options.timeout.total_seconds()",
         new="options.timeout.seconds",
         fault="A timeout loses its fractions of a second and its days.",
@@ -311,7 +311,7 @@ while self._comms:
     ),
     # -- the collectives API --------------------------------------------------------------------------------
     Mutant(
-        "words",
+        "digest_of",
         old="signature",
         new="(signature[0], *signature[1].leaves)",
         fault="The ranks compare the leaves of their data, but not the containers.",
@@ -371,8 +371,8 @@ return made
     ),
     Mutant(
         "Handle._as_in_the_call",
-        old="with torch.set_grad_enabled(self._has_grad), torch.cuda.stream(self._stream), autograd.at(self._place):",
-        new="with torch.cuda.stream(self._stream), autograd.at(self._place):",
+        old="torch.set_grad_enabled(self._has_grad)",
+        new="torch.enable_grad()",
         fault="Background steps ignore that the operation was called under torch.no_grad().",
         tests="tests/collective_ops/test_gradients.py -k test_a_broadcast_to_ranks",
         ranks=4,
@@ -409,7 +409,7 @@ return made
         ranks=4,
     ),
     Mutant(
-        "_backward",
+        "_backward_tag",
         old="tag + largest_tag() + 1",
         new="tag",
         fault="The gradient of a message is received as a message.",
@@ -433,7 +433,7 @@ return made
         ranks=4,
     ),
     Mutant(
-        "send_to_all",
+        "data_movement.broadcast",
         old="tensor.detach().clone",
         new="tensor.detach",
         fault="On src, the result of broadcast is the caller's own tensor.",
@@ -457,7 +457,7 @@ return made
         ranks=4,
     ),
     Mutant(
-        "send_to_all.backward",
+        "data_movement.broadcast.backward",
         old="members.ranks[src]",
         new="src",
         fault="The gradient of a broadcast is sent to a rank of the job instead of a rank of the group.",
@@ -489,7 +489,7 @@ return made
         ranks=4,
     ),
     Mutant(
-        "numbers_widened",
+        "widen_numbers",
         old="kind == NUMBER",
         new='kind == NUMBER or op.name == "AVG"',
         fault="Tensors that are averaged together with a Python number are returned as float64.",

@@ -9,15 +9,20 @@ from mpicomm.backend.transfer.algorithms import Algorithm, Choices
 
 KIB, MIB = 2**10, 2**20
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
-COMPOSITE_REDUCTIONS = tuple(f"{operation}, composite" for operation in REDUCTIONS)
+CONVERTED_REDUCTIONS = tuple(f"{operation}, converted" for operation in REDUCTIONS)
+TABLES = {
+    Algorithm.SLOTS: algorithms.SLOT_OPERATIONS,
+    Algorithm.HIERARCHICAL: algorithms.HIERARCHICAL_OPERATIONS,
+}
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_memory_is_shared_at_the_smallest_size_that_uses_it(size: int) -> None:
     choices = Choices(size)
-    for row, least in (*algorithms.SLOTS.items(), *algorithms.HIERARCHICAL.items()):
+    for row, least in (*algorithms.SLOT_OPERATIONS.items(), *algorithms.HIERARCHICAL_OPERATIONS.items()):
         assert choices.select(row, least) is Algorithm.UNKNOWN
-        assert not algorithms.SLOTS[row] or choices.select(row, algorithms.SLOTS[row] - 1) is Algorithm.MPI
+        smallest = algorithms.SLOT_OPERATIONS[row]
+        assert not smallest or choices.select(row, smallest - 1) is Algorithm.MPI
     assert Choices(1).select("all_reduce", 2**30) is Algorithm.MPI
 
 
@@ -26,8 +31,8 @@ def test_memory_is_shared_at_the_smallest_size_that_uses_it(size: int) -> None:
     ("algorithm", "operations", "least"),
     [
         (Algorithm.SLOTS, (*REDUCTIONS, "all_gather", "broadcast", "all_to_all"), 4 * KIB),
-        (Algorithm.SLOTS, (*COMPOSITE_REDUCTIONS, "gather", "scatter"), 0),
-        (Algorithm.HIERARCHICAL, ("all_reduce", "all_reduce, composite"), 8 * MIB),
+        (Algorithm.SLOTS, (*CONVERTED_REDUCTIONS, "gather", "scatter"), 0),
+        (Algorithm.HIERARCHICAL, ("all_reduce", "all_reduce, converted"), 8 * MIB),
         (Algorithm.HIERARCHICAL, ("reduce", "reduce_scatter", "all_gather", "broadcast"), None),
     ],
 )
@@ -35,7 +40,7 @@ def test_the_smallest_size_of_each_operation(
     algorithm: Algorithm, operations: tuple[str, ...], least: int | None
 ) -> None:
     choices = Choices(3)
-    choices.replace(algorithm, getattr(algorithms, algorithm.name))
+    choices.replace(algorithm, TABLES[algorithm])
     for row in operations:
         assert choices.select(row, 2**40) is (Algorithm.MPI if least is None else algorithm)
         assert least is None or choices.select(row, least) is algorithm

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpicomm import torch_internals
-from mpicomm.backend.execution import future_callbacks
+from mpicomm.backend.execution import backward_errors
 from mpicomm.backend.execution.future_callbacks import all_of
 
 
@@ -18,7 +18,7 @@ class LossOfContactError(Exception):
 
 
 def record(error: Exception) -> None:
-    for errors in future_callbacks.running_passes():
+    for errors in backward_errors.running_passes():
         errors.append(error)
 
 
@@ -45,7 +45,7 @@ def test_several_futures_fail_with_the_one_that_failed() -> None:
 
 
 def test_the_pass_in_which_an_operation_failed_raises_its_error_once() -> None:
-    future_callbacks.watch_backward()
+    backward_errors.watch_backward()
     weight = torch.ones(1, requires_grad=True)
     record(LossOfContactError("before"))
     (2 * weight).sum().backward()  # does not raise
@@ -57,7 +57,7 @@ def test_the_pass_in_which_an_operation_failed_raises_its_error_once() -> None:
 
 
 def test_the_first_error_is_raised_also_after_a_pass_within_the_pass() -> None:
-    future_callbacks.watch_backward()
+    backward_errors.watch_backward()
 
     def fail(_: torch.Tensor) -> None:
         record(LossOfContactError("first"))
@@ -72,7 +72,7 @@ def test_the_first_error_is_raised_also_after_a_pass_within_the_pass() -> None:
 
 
 def test_another_error_of_the_pass_is_the_cause() -> None:
-    future_callbacks.watch_backward()
+    backward_errors.watch_backward()
 
     def fail(_: torch.Tensor) -> None:
         record(LossOfContactError("first"))
@@ -88,7 +88,7 @@ def test_another_error_of_the_pass_is_the_cause() -> None:
 @pytest.mark.parametrize("is_of_gpu", [False, True])
 def test_passes_of_several_threads_raise_their_own_errors(is_of_gpu: bool) -> None:
     """An operation that a thread of a GPU started may belong to each of the passes."""
-    future_callbacks.watch_backward()
+    backward_errors.watch_backward()
     phase, has_ended = threading.Barrier(2, timeout=60), threading.Event()
 
     def run(name: str) -> None:

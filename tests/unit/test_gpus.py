@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mpicomm.backend.execution.send_recv import Poller
+from mpicomm.backend.execution.pending_messages import Poller
 from mpicomm.backend.execution.worker_thread import Worker
 from mpicomm.backend.gpu import thread_device
 from mpicomm.backend.gpu.thread_device import ThreadDevice

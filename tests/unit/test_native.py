@@ -127,7 +127,7 @@ class Ranks:
     """The slots of many ranks; this process runs their operations in turns."""
 
     def __init__(self, size: int) -> None:
-        self._memory = torch.zeros(slots.segment_bytes(size), dtype=torch.uint8)
+        self._memory = torch.zeros(slots.memory_bytes(size), dtype=torch.uint8)
         self._library = c_library.load()
         self._of_ranks = [NativeSlots(self._comm(rank, size), self._memory, self._fail) for rank in range(size)]
         self._addresses = [ctypes.addressof(each._state) for each in self._of_ranks]
@@ -173,7 +173,7 @@ def test_more_than_256_ranks() -> None:
 def test_a_slot_has_room_for_every_rank(size: int) -> None:
     region_bytes = slots._slot_bytes(size) // size
     assert region_bytes >= c_library.HEADER + 64
-    assert slots.segment_bytes(size) <= 2**26 + 2**17 or size > 256
+    assert slots.memory_bytes(size) <= 2**26 + 2**17 or size > 256
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

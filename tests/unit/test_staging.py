@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.backend.gpu.staging import Call, Staged, Use
+from mpicomm.backend.gpu.staging import StagingTransport
+from mpicomm.backend.gpu.transport import Call, Use
 from tests.movers import LateMover
 
 READ, WRITTEN, IN_PLACE = Use(reads=True, writes=False), Use(reads=False, writes=True), Use(reads=True, writes=True)
@@ -18,9 +19,9 @@ SPREAD_WRITTEN = Use(reads=False, writes=True, is_spread=True)
 DTYPES = [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
 
 
-def staged(size: int, chunk_bytes: int, seed: int = 0) -> tuple[Staged, LateMover]:
+def staged(size: int, chunk_bytes: int, seed: int = 0) -> tuple[StagingTransport, LateMover]:
     mover = LateMover(seed)
-    return Staged(size, chunk_bytes, lambda _: False, lambda _: mover), mover
+    return StagingTransport(size, chunk_bytes, lambda _: False, lambda _: mover), mover
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -139,7 +140,7 @@ def test_inputs_are_not_copied_back() -> None:
 
 
 def test_the_next_chunk_is_on_its_way_while_mpi_has_one() -> None:
-    started, transport = [], Staged(1, 8, lambda _: False, lambda _: Watched(started))
+    started, transport = [], StagingTransport(1, 8, lambda _: False, lambda _: Watched(started))
 
     def make(host: torch.Tensor) -> Call:
         return lambda: started.append("mpi")
@@ -165,13 +166,13 @@ class Watched(LateMover):
         self._started.append("follow")
         super().follow(mark)
 
-    def fetch(self, pairs):  # type: ignore[no-untyped-def]
+    def copy_to_host(self, pairs):  # type: ignore[no-untyped-def]
         self._started.append("fetch")
-        return super().fetch(pairs)
+        return super().copy_to_host(pairs)
 
-    def put(self, pairs):  # type: ignore[no-untyped-def]
+    def copy_to_device(self, pairs):  # type: ignore[no-untyped-def]
         self._started.append("put")
-        return super().put(pairs)
+        return super().copy_to_device(pairs)
 
 
 @pytest.mark.parametrize("failing", range(4))
@@ -198,9 +199,9 @@ def test_a_failure_in_the_middle_leaves_no_copy_on_its_way(failing: int) -> None
 def test_a_message_is_sent_and_received(is_dense: bool, seed: int) -> None:
     transport, mover = staged(2, 8, seed)
     tensor = torch.arange(5.0) if is_dense else torch.arange(10.0)[::2] / 2
-    assert transport.fetch(tensor).tolist() == [0, 1, 2, 3, 4]
+    assert transport.for_sending(tensor).tolist() == [0, 1, 2, 3, 4]
     target = torch.zeros(5) if is_dense else torch.zeros(10)[::2]
-    output_buffer, put = transport.expect(target)
+    output_buffer, put = transport.for_receiving(target)
     output_buffer.copy_(torch.arange(5.0))
     put()
     assert target.tolist() == [0, 1, 2, 3, 4]
@@ -222,7 +223,7 @@ def test_tensors_of_the_host_are_cut_as_those_of_other_ranks_on_gpus(use: Use) -
     staged(size, chunk_bytes)[0].prepare(
         noting("device"), [torch.ones(20)], [use], num_blocks=size if use.is_spread else 1
     )()
-    host = Staged(size, chunk_bytes, lambda _: False)
+    host = StagingTransport(size, chunk_bytes, lambda _: False)
     host.prepare(noting("host"), [torch.ones(20)], [use], num_blocks=size if use.is_spread else 1)()
     assert lengths["host"] == lengths["device"]
     assert len(lengths["host"]) > 1
@@ -240,8 +241,8 @@ def test_tensors_that_are_on_the_host_on_all_ranks_are_not_cut() -> None:
         asked.append(flag)
         return flag
 
-    Staged(4, 32, all_ranks).prepare(make, [torch.ones(20)], [IN_PLACE])()
+    StagingTransport(4, 32, all_ranks).prepare(make, [torch.ones(20)], [IN_PLACE])()
     assert (lengths, asked) == ([20], [True])
-    Staged(4, 32, all_ranks, lambda _: LateMover()).prepare(make, [torch.ones(20)], [IN_PLACE])()
+    StagingTransport(4, 32, all_ranks, lambda _: LateMover()).prepare(make, [torch.ones(20)], [IN_PLACE])()
     assert lengths == [20, 8, 8, 4]
     assert asked == [True, False]

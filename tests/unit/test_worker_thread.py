@@ -72,7 +72,7 @@ def is_interrupted(worker: Worker, count: int, monkeypatch: pytest.MonkeyPatch) 
         runs.append(number)
 
     operations = [SimpleNamespace(start=None) for _ in range(2)]
-    queue = SimpleNamespace(run_queued_until=lambda of, may_block: worker.run_for(of), start_queued=lambda: None)
+    queue = SimpleNamespace(run_queued_until=lambda of, may_block: worker.run_until_done(of), start_queued=lambda: None)
     works = [QueuedWork([torch.ones(1)], operation, queue) for operation in operations]
     futures = [each.get_future() for each in works]
     monkeypatch.setattr(worker._timer, "set", lambda _nanoseconds: None)  # the worker's thread comes later
@@ -85,7 +85,7 @@ def is_interrupted(worker: Worker, count: int, monkeypatch: pytest.MonkeyPatch) 
     assert not worker_thread._flushes_denormals()
     assert not future_callbacks.is_inside_callback()
     monkeypatch.undo()
-    worker.hurry()
+    worker.wake_now()
     assert mpi.poll(lambda: worker.is_idle, scaled(5)), f"a job is lost, interrupted at instruction {count}"
     assert runs == [0, 1]
     assert all(future.done() for future in futures)

@@ -2,7 +2,7 @@
 
 A synchronous collective is one blocking MPI call on the caller's thread. An asynchronous collective is queued for the
 group's worker thread; later collectives queue behind it until the worker is idle, so each rank keeps the order of its
-calls. Point-to-point messages are MPI requests (messages.py).
+calls. Point-to-point messages are MPI requests (pending_messages.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import torch
 from mpicomm import mpi, torch_internals
 from mpicomm.backend.execution import future_callbacks
 from mpicomm.backend.execution.future_callbacks import OrderedFuture
-from mpicomm.backend.execution.group_state import GroupState
-from mpicomm.backend.execution.monitored import MonitoredBarrier
-from mpicomm.backend.execution.send_recv import PendingMessages
+from mpicomm.backend.execution.group_state import GroupState, MonitoredBarrier
+from mpicomm.backend.execution.pending_messages import PendingMessages
 from mpicomm.backend.execution.work import CompletedWork, QueuedWork, WorkBatch
 from mpicomm.backend.execution.worker_thread import Worker, require_threads
-from mpicomm.backend.gpu.staging import Transport
+from mpicomm.backend.gpu.transport import Transport
 from mpicomm.backend.operations import Collective
 from mpicomm.backend.transfer.algorithms import AlgorithmSelector
 from mpicomm.backend.transfer.dense_collectives import DenseCollectives
@@ -38,11 +37,14 @@ from mpicomm.watchdog import rank_failures
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_LATE_SECONDS = 1.0  # grace period for a timed-out operation to complete when its group is destroyed
+_LATE_SECONDS = 1.0  # grace period for an operation in progress to return, when its broken or revoked group ends
 
 _LONG_BYTES = 2**22  # from this size on, an asynchronous operation starts before its call returns
 _NO_TIME = datetime.timedelta(0)
-_KEPT, _FEW = 64, 64  # number of works kept alive, and the maximum number of elements of their operations
+# Works that stay alive after their callers have dropped them (see `_kept_works`). DDP's `join` makes one per step, of
+# one element. Works of large tensors are not kept: they would hold the memory of gradients.
+_MAX_KEPT_WORKS = 64
+_MAX_KEPT_ELEMENTS = 64
 
 
 class CallOptions(Protocol):
@@ -63,8 +65,8 @@ class Executor:
         self.comm = comm
         self.record = record
         self.transport = transport
-        self.node = AlgorithmSelector(comm, record, settings)
-        self.dense = DenseCollectives(comm, self.node)
+        self.algorithms = AlgorithmSelector(comm, record, settings)
+        self.dense = DenseCollectives(comm, self.algorithms)
         self._compares_calls = settings.debug
         # Whether collectives run without a preceding check or barrier.
         self._is_simple = not settings.debug and settings.on_timeout != "raise"
@@ -75,13 +77,13 @@ class Executor:
         self.batch = WorkBatch()
         self.messages = PendingMessages(comm, transport, self._state, self.batch)
         self._monitored = MonitoredBarrier(comm)
-        self._turn = threading.Lock()  # MPI requires collective calls on one communicator to be serialised
-        self._try_turn, self._give_turn_back = self._turn.acquire, self._turn.release
-        self._starting = threading.Lock()
+        self._lock = threading.Lock()  # MPI requires collective calls on one communicator to be serialised
+        self._try_lock, self._unlock = self._lock.acquire, self._lock.release
+        self._starting_worker = threading.Lock()
         self._worker: Worker | None = None
         # The last works of few elements, alive after their callers have dropped them: DDP's `join` passes a work to C++
         # and drops it. C++ calls it at the end of the next backward pass, and finds no methods without its Python part.
-        self._kept: collections.deque[QueuedWork] = collections.deque(maxlen=_KEPT)
+        self._kept_works: collections.deque[QueuedWork] = collections.deque(maxlen=_MAX_KEPT_WORKS)
         # Whether an unmatched message or receive remains. MPICH 4.0 reuses the context ID of a freed communicator for
         # the next one, and then matches messages across the two (seen in 4.0.2, not in 5.0).
         self._keeps_communicator = False
@@ -121,7 +123,7 @@ class Executor:
         if not self._is_simple or torch_internals.is_profiling():
             return None
         needs_mode = results and results[0].is_inference() and not torch.is_inference_mode_enabled()
-        if opts.asyncOp or needs_mode or not self._take_turn():
+        if opts.asyncOp or needs_mode or not self._lock_if_idle():
             if not self._is_usable():
                 self._state.check_open()
             # The caller may change its lists before the operation runs.
@@ -140,7 +142,7 @@ class Executor:
                 if operation is not None:
                     operation.finish()
             finally:
-                self._give_turn_back()
+                self._unlock()
         work = CompletedWork()  # not `of`, for speed
         work.tensors = results
         return work
@@ -154,8 +156,10 @@ class Executor:
         """Wait for all ranks; the error on rank 0 lists the missing ranks, and the group stays usable."""
         self._state.check_open()
         # A message: it has no sequence number. It raises its own error, so the watchdog must not end the job.
-        operation = flight_recorder.note(self.record, "monitored_barrier", None, 0, None, True, True)
-        operation.limit = None
+        operation = flight_recorder.note(
+            self.record, "monitored_barrier", None, 0, None, is_message=True, is_running=True
+        )
+        operation.exempt_from_watchdog()
         try:
             self._monitored.wait(seconds, names_all=names_all)
         except RuntimeError as error:
@@ -193,12 +197,12 @@ class Executor:
             run()
             return CompletedWork.of(results)
         work = QueuedWork(results, operation, self)
-        if count <= _FEW and all([tensor.numel() <= _FEW for tensor in results]):  # noqa: C419  faster
-            self._kept.append(work)
+        if count <= _MAX_KEPT_ELEMENTS and all([tensor.numel() <= _MAX_KEPT_ELEMENTS for tensor in results]):  # noqa: C419  faster
+            self._kept_works.append(work)
         self.batch.add(work)
         # Submit last: the worker thread then competes for the GIL.
         is_long = dtype is not None and count * dtype.itemsize >= _LONG_BYTES
-        after = future_callbacks.before(self) if future_callbacks.pending else ()
+        after = future_callbacks.before_next_call(self) if future_callbacks.pending else ()
         self._get_worker().submit(run, work, after, is_long=is_long)
         if not opts.asyncOp:
             work.wait()
@@ -208,7 +212,7 @@ class Executor:
         self, name: str, dtype: torch.dtype | None, count: int, root: int | None, opts: CallOptions, is_running: bool
     ) -> Operation:
         """Record a call, with its own timeout if it has one."""
-        operation = flight_recorder.note(self.record, name, dtype, count, root, False, is_running)
+        operation = flight_recorder.note(self.record, name, dtype, count, root, is_message=False, is_running=is_running)
         if (timeout := opts.timeout) > _NO_TIME:
             operation.limit = timeout.total_seconds()
         return operation
@@ -216,7 +220,8 @@ class Executor:
     def _wait_limit(self, operation: Operation) -> float | None:
         """Return the timeout in seconds of the interruptible barrier before the operation; None for no barrier."""
         if operation.name == "barrier":  # raises TimeoutError; the watchdog must not end the job
-            seconds, operation.limit = operation.limit, None
+            seconds = operation.limit
+            operation.exempt_from_watchdog()
             return seconds
         if self._state.raises_timeouts:
             return operation.limit
@@ -227,7 +232,7 @@ class Executor:
         try:
             if operation.start is None:  # it was queued
                 operation.begin()
-            with self._turn:
+            with self._lock:
                 if wait_limit is not None:
                     self._state.wait_for_all(operation, wait_limit)
                 if self._compares_calls:
@@ -241,12 +246,12 @@ class Executor:
             if operation.start is not None:  # otherwise a signal handler was earlier, and the worker's thread runs it
                 operation.finish()
 
-    def _take_turn(self) -> bool:
+    def _lock_if_idle(self) -> bool:
         """Acquire the lock for a collective if nothing is queued; return whether that succeeded."""
         worker = self._worker
-        if (worker is not None and worker.jobs) or future_callbacks.pending or future_callbacks.message_threads:
+        if (worker is not None and worker.jobs) or future_callbacks.pending or future_callbacks.num_message_threads:
             return False
-        return self._is_usable() and self._try_turn(False)
+        return self._is_usable() and self._try_lock(False)
 
     def _is_usable(self) -> bool:
         """Return whether operations can run."""
@@ -262,14 +267,14 @@ class Executor:
         if worker is None or not self._state.is_open:
             torch.futures.Future.add_done_callback(future, lambda _future: run())
             return
-        if worker.is_current_thread:
+        if worker.is_running_here:
             worker.run_until(future.done)
-        elif (outer := future_callbacks.current()) is not None:
-            worker.wait_for_place_of(outer)
+        elif (outer := future_callbacks.current_callback()) is not None:
+            worker.wait_until_next(outer)
         if future_callbacks.is_inside_callback() and future.done():
             run()
             return
-        callback, earlier = future_callbacks.add(self, run)
+        callback, earlier = future_callbacks.register_callback(self, run)
         worker.submit(_nothing, callback, earlier)
 
     def run_queued_until(self, work: QueuedWork, *, may_block: bool) -> None:
@@ -283,15 +288,15 @@ class Executor:
         worker = self._worker
         if worker is None:
             return
-        if may_block or worker.is_current_thread:
-            worker.run_for(work)
+        if may_block or worker.is_running_here:
+            worker.run_until_done(work)
         else:
-            worker.hurry()
+            worker.wake_now()
 
     def start_queued(self) -> None:
         """Let the worker thread start the queued operations now."""
         if self._worker is not None:
-            self._worker.hurry()
+            self._worker.wake_now()
 
     # -- shutdown ------------------------------------------------------------------------------------------------
 
@@ -318,15 +323,15 @@ class Executor:
         if mpi.is_abandoned() or self.is_stuck():
             mpi.abandon()
             return
-        operation = flight_recorder.note(self.record, "destroy", None, 0, None, False, True)
+        operation = flight_recorder.note(self.record, "destroy", None, 0, None, is_message=False, is_running=True)
         try:
-            self._kept.clear()
+            self._kept_works.clear()
             if self._worker is not None:
                 self._worker.stop()
             self.messages.stop()
-            if not self.messages.finish():
+            if not self.messages.wait_for_all():
                 self._keeps_communicator = True
-            self.node.close()
+            self.algorithms.close()
             if not self._keeps_communicator:
                 mpi.free(self.comm)
         finally:
@@ -358,7 +363,7 @@ class Executor:
         if not self._state.is_open:
             return
         self._state.is_open = False
-        self._kept.clear()
+        self._kept_works.clear()
         # 1. fail the queued operations and the messages in flight; calls in progress return, since MPI has revoked them
         self.messages.stop()
         if self._worker is not None:
@@ -367,7 +372,7 @@ class Executor:
         # 2. release the shared memory, unless a thread still uses it
         worker = self._worker
         if worker is None or mpi.poll(lambda: worker.is_idle, _LATE_SECONDS):
-            self.node.close()
+            self.algorithms.close()
             mpi.free(self.comm)
 
     def is_stuck(self) -> bool:
@@ -382,16 +387,16 @@ class Executor:
         thread, worker = future_callbacks.this_thread, self._worker
         if thread.runs_messages:
             future_callbacks.refuse_in_messages()
-        if thread.runs_queue and worker is not None and worker.is_current_thread:
+        if thread.runs_queue and worker is not None and worker.is_running_here:
             return True  # a callback: queueing an operation and waiting for it would deadlock
         if thread.callback is not None:
             if worker is not None:
-                worker.wait_for_place_of(thread.callback)
+                worker.wait_until_next(thread.callback)
             return True
-        return not is_async and (worker is None or worker.is_idle) and not future_callbacks.before(self)
+        return not is_async and (worker is None or worker.is_idle) and not future_callbacks.before_next_call(self)
 
     def _get_worker(self) -> Worker:
-        with self._starting:
+        with self._starting_worker:
             if self._worker is None:
                 require_threads()
                 self._worker = Worker(f"mpicomm-worker-{self.record.name}")

@@ -19,15 +19,15 @@ from typing import Any, Protocol
 import torch
 
 from mpicomm import torch_internals
+from mpicomm.backend.execution import backward_errors
 from mpicomm.errors import MpicommError
-from mpicomm.watchdog import rank_failures
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 pending: list[FutureCallback] = []
 """The callbacks that have not run, of all groups and threads, in the order of registration."""
-message_threads: list[None] = []
-"""One entry for each thread that is running callbacks of point-to-point messages."""
+num_message_threads = 0
+"""The number of threads that are running callbacks of point-to-point messages."""
 
 
 class _Thread(threading.local):
@@ -97,7 +97,7 @@ class OrderedFuture(torch.futures.Future[Any]):
         super().__init__(devices=torch_internals.gpus_of(tensors))
         self._queue = queue
         self._tensors = tensors
-        self._passes = running_passes() if torch_internals.is_in_backward() else None
+        self._passes = backward_errors.running_passes() if torch_internals.is_in_backward() else None
 
     def set_exception(self, error: Exception) -> None:
         """Complete the future with an error; a backward pass in which it was created raises the error, too."""
@@ -148,14 +148,17 @@ def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future
 
 
 @contextlib.contextmanager
-def of_messages() -> Iterator[None]:
+def running_message_callbacks() -> Iterator[None]:
     """Mark this thread as running callbacks of messages and no others; messages complete in any order."""
+    global num_message_threads  # noqa: PLW0603  of all groups, each of which has a thread for its messages
     this_thread.runs_messages = True
-    message_threads.append(None)
+    with _lock:
+        num_message_threads += 1
     try:
         yield
     finally:
-        message_threads.pop()
+        with _lock:
+            num_message_threads -= 1
 
 
 def refuse_in_messages() -> None:
@@ -174,15 +177,15 @@ def refuse_in_messages() -> None:
 
 def is_inside_callback() -> bool:
     """Return whether this thread is running a callback of a group's operation, or is a group's worker."""
-    return current() is not None or this_thread.runs_queue
+    return current_callback() is not None or this_thread.runs_queue
 
 
-def current() -> FutureCallback | None:
+def current_callback() -> FutureCallback | None:
     """Return the callback that is running on this thread, or None."""
     return this_thread.callback
 
 
-def add(queue: Any, run: Callable[[], None]) -> tuple[FutureCallback, list[FutureCallback]]:
+def register_callback(queue: Any, run: Callable[[], None]) -> tuple[FutureCallback, list[FutureCallback]]:
     """Register a callback; return it and the pending callbacks of other groups that this thread added earlier."""
     callback = FutureCallback(queue, run)
     with _lock:
@@ -191,7 +194,7 @@ def add(queue: Any, run: Callable[[], None]) -> tuple[FutureCallback, list[Futur
     return callback, earlier
 
 
-def before(queue: Any) -> list[FutureCallback]:
+def before_next_call(queue: Any) -> list[FutureCallback]:
     """Return the pending callbacks of other groups that must run before the next call of this thread."""
     if not pending or is_inside_callback():
         return []
@@ -206,48 +209,3 @@ def _of_others(queue: Any) -> list[FutureCallback]:
 
 def _nothing() -> None:
     """Do nothing, in place of a callback that has run."""
-
-
-# -- errors in backward passes -----------------------------------------------------------------------------------------
-# DDP reduces gradients in the backward pass. Its C++ code gets the tensors of an operation that failed, as of one that
-# succeeded (`torch_internals.set_error`): the pass raises the error when it ends.
-
-_errors: dict[int, list[Exception]] = {}
-"""The errors of operations that the running backward passes started, by the thread that called the pass."""
-
-
-def watch_backward() -> None:
-    """Check every later backward pass."""
-    torch_internals.check_backward(_checked)
-
-
-def running_passes() -> Sequence[list[Exception]]:
-    """Return the lists of errors of the backward passes to which an operation that starts now may belong.
-
-    On CPUs, the thread that called a pass also runs it. For each GPU there is one thread of torch for the passes of all
-    threads: each of them raises the error.
-    """
-    own = _errors.get(threading.get_ident())
-    return list(_errors.values()) if own is None else [own]
-
-
-@contextlib.contextmanager
-def _checked() -> Iterator[None]:
-    thread = threading.get_ident()
-    errors = _errors[thread] = []
-    try:
-        yield
-    except Exception as error:
-        _check(errors, error)
-        raise
-    else:
-        _check(errors, None)
-    finally:
-        del _errors[thread]
-
-
-def _check(errors: Sequence[Exception], error: Exception | None) -> None:
-    """Raise the first error of a pass: later operations fail because the group is broken by then."""
-    rank_failures.check(error)
-    if errors and errors[0] is not error:
-        raise errors[0] from error

@@ -6,7 +6,10 @@ import time
 from typing import TYPE_CHECKING
 
 from mpicomm import agreement, mpi
+from mpicomm.arguments import Deadline
+from mpicomm.backend.transfer import mpi_calls
 from mpicomm.errors import MismatchError, MpicommError, raised_on_all_ranks
+from mpicomm.missing_ranks import NamingBarrier
 from mpicomm.recorder import flight_recorder, hang_report
 from mpicomm.recorder.flight_recorder import Operation
 from mpicomm.watchdog import agent, rank_failures
@@ -94,7 +97,7 @@ class GroupState:
         """
         limit, start = operation.limit, time.monotonic()
         if self.raises_timeouts:
-            operation.limit = None
+            operation.exempt_from_watchdog()
         request = self._comm.Ibarrier()
         is_late = not mpi.poll(lambda: request.Test() or bool(self.record.broken), seconds)
         if is_late or self.record.broken:
@@ -139,7 +142,7 @@ class GroupState:
         # 1. mark the group; the program receives the error and may continue, so the watchdog must not abort the job
         call = hang_report.operation(operation.describe(0.0))
         self.record.broken = f"{call} timed out after {seconds:g} s"
-        operation.limit = None
+        operation.exempt_from_watchdog()
         # 2. ask the watchdog for the missing ranks, and tell it that the group is broken
         watch = agent.current()
         missing, table = (
@@ -171,3 +174,41 @@ def _is_pending(request: Request) -> bool:
         return not request.Test()
     except mpi.api().Exception:
         return False
+
+
+class MonitoredBarrier:
+    """torch's monitored barrier, in which rank 0 lists the missing ranks; the group stays usable after a failure."""
+
+    def __init__(self, comm: Intracomm) -> None:
+        self._rank = comm.rank
+        self._barrier = NamingBarrier(comm, mpi_calls.tag_of_barrier())
+
+    def wait(self, seconds: float, *, names_all: bool) -> None:
+        """Wait for every rank (collective).
+
+        Args:
+            seconds: The timeout.
+            names_all: Rank 0 lists all missing ranks, not only the first.
+
+        Raises:
+            RuntimeError: On rank 0, if a rank has not arrived within `seconds`; on the other ranks, if rank 0 has not
+                released them. Type and wording are torch's, since programs match on them.
+        """
+        self._barrier.begin()
+        if self._rank:
+            if self._barrier.receive_answer(Deadline(seconds)) is None:
+                raise RuntimeError(
+                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                    f"send/recv from rank 0: timed out after {seconds:g} s.\n"
+                    f"See the error of rank 0 for the missing ranks."
+                )
+            return
+        if seconds <= 0:
+            raise RuntimeError("Rank 0 timed out in monitoredBarrier: its timeout is 0 s.\nPass a positive timeout.")
+        if missing := self._barrier.missing(Deadline(seconds)):
+            ranks = ", ".join(map(str, missing if names_all else missing[:1]))
+            raise RuntimeError(
+                f"{'Ranks' if names_all else 'Rank'} {ranks} failed to pass monitoredBarrier in {seconds:g} s.\n"
+                f"Check that every rank calls monitored_barrier, or increase the timeout."
+            )
+        self._barrier.answer(0, [])

@@ -15,10 +15,10 @@ from mpicomm.backend.execution.future_callbacks import OrderedFuture, Queue, all
 from mpicomm.errors import MpicommError
 from mpicomm.recorder.flight_recorder import Operation
 
-Timeout = datetime.timedelta | Deadline | None
+WaitTimeout = datetime.timedelta | Deadline | None
 """The argument of `wait`: torch's timeout, or a deadline that several works share."""
 
-_LEAST_SECONDS = 1e-3  # torch treats a timeout of zero as no timeout
+_SHORTEST_TIMEOUT_SECONDS = 1e-3  # torch treats a timeout of zero as no timeout
 
 
 class OperationQueue(Queue, Protocol):
@@ -79,7 +79,7 @@ class CompletedWork(BackendWork):
         work.tensors = tensors
         return work
 
-    def wait(self, timeout: Timeout = None) -> bool:  # noqa: ARG002  torch's signature
+    def wait(self, timeout: WaitTimeout = None) -> bool:  # noqa: ARG002  torch's signature
         """Return immediately: the operation has completed."""
         return True
 
@@ -135,7 +135,7 @@ class QueuedWork(BackendWork):
         message = f"the operation was interrupted by {type(self._error).__name__}"
         return MpicommError(f"{message}.\nEnd the job: the ranks may be out of step.")
 
-    def wait(self, timeout: Timeout = None) -> bool:
+    def wait(self, timeout: WaitTimeout = None) -> bool:
         """Wait until the operation has completed.
 
         Raises:
@@ -190,14 +190,14 @@ class JointWork(BackendWork):
         """Return the tensors that the operations write."""
         return [tensor for work in self._works for tensor in work.result()]
 
-    def wait(self, timeout: Timeout = None) -> bool:
+    def wait(self, timeout: WaitTimeout = None) -> bool:
         """Wait until all works have completed.
 
         Raises:
             TimeoutError: If a work has not completed after `timeout`.
         """
         deadline = deadline_of(timeout)
-        return all(_wait(work, deadline) for work in self._works)
+        return all(_wait_for_work(work, deadline) for work in self._works)
 
     def is_completed(self) -> bool:
         """Return whether all works have completed."""
@@ -237,23 +237,23 @@ class WorkBatch(threading.local):
         return JointWork(works or [])
 
 
-# A wait() in compiled code may run operations.
-for _kind in (BackendWork, CompletedWork, QueuedWork, JointWork):
-    torch_internals.hide_from_compiler(_kind)
-
-
-def _wait(work: dist.Work, deadline: Deadline | None) -> bool:
+def _wait_for_work(work: dist.Work, deadline: Deadline | None) -> bool:
     """Wait for a work; an inner backend's work accepts timeouts, but no deadlines."""
     if deadline is None:
         return work.wait()
     if isinstance(work, BackendWork):  # takes a deadline too
         return work.wait(deadline)  # type: ignore[arg-type]
-    return work.wait(datetime.timedelta(seconds=max(deadline.count_down(), _LEAST_SECONDS)))
+    return work.wait(datetime.timedelta(seconds=max(deadline.count_down(), _SHORTEST_TIMEOUT_SECONDS)))
 
 
-def deadline_of(timeout: Timeout | float) -> Deadline | None:
+def deadline_of(timeout: WaitTimeout | float) -> Deadline | None:
     """Return the deadline of a wait; torch uses a timeout of zero or less for no timeout."""
     if timeout is None or isinstance(timeout, Deadline):
         return timeout
     seconds = seconds_of(timeout)
     return Deadline(seconds) if seconds > 0 else None
+
+
+# A wait() in compiled code may run operations.
+for _kind in (BackendWork, CompletedWork, QueuedWork, JointWork):
+    torch_internals.hide_from_compiler(_kind)

@@ -22,7 +22,10 @@ from mpicomm.backend.execution.work import QueuedWork
 from mpicomm.backend.gpu.thread_device import ThreadDevice
 from mpicomm.errors import MpicommError
 
-_NOW_NS, _SOON_NS = 1, 200_000  # delays of the worker's timer: a program that waits does so within the longer one
+# Delays of the worker's timer. A program that waits for an operation does so within the longer one, and then runs the
+# operation itself: the worker's thread would only compete for the core and the GIL.
+_WAKE_NOW_NS = 1  # zero would disarm the timer
+_WAKE_SOON_NS = 200_000
 _START_SECONDS = 1e-3  # the longest time that `submit` waits for the worker's thread to start a long job
 
 
@@ -79,7 +82,7 @@ class Worker:
         self.jobs: collections.deque[_Job] = collections.deque()
         """The queued jobs, and those in progress."""
 
-        self._awaited: Sequence[FutureCallback] = ()  # the callbacks that the next job waits for
+        self._awaited_callbacks: Sequence[FutureCallback] = ()  # the callbacks that the next job waits for
         self._gpu = ThreadDevice()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -90,7 +93,7 @@ class Worker:
         return not self.jobs
 
     @property
-    def is_current_thread(self) -> bool:
+    def is_running_here(self) -> bool:
         """Whether the caller runs on the thread that is running jobs, that is, in a callback of an operation."""
         return threading.get_ident() == self._runner  # current_thread() adds dummies for threads started by C++
 
@@ -109,38 +112,38 @@ class Worker:
         with self._lock:
             starts_now = is_long and self.is_idle
             # The timer first: an exception of a signal handler then leaves no job without a thread that will run it.
-            if starts_now or not self._may_be_taken(job):
-                self._timer.set(_NOW_NS)
+            if starts_now or not self._can_run_on_waiting_thread(job):
+                self._timer.set(_WAKE_NOW_NS)
             elif self.is_idle:
-                self._timer.set(_SOON_NS)
+                self._timer.set(_WAKE_SOON_NS)
             self.jobs.append(job)
             if starts_now:  # a caller that continues in pure Python would keep the GIL from the thread for milliseconds
                 self._changed.wait_for(lambda: self._runner != 0 or self.is_idle, _START_SECONDS)
 
-    def hurry(self) -> None:
+    def wake_now(self) -> None:
         """Wake the thread for the queued jobs now: a thread waits for one of them that does not run it."""
         if self.jobs:
-            self._timer.set(_NOW_NS)
+            self._timer.set(_WAKE_NOW_NS)
 
-    def wait_for_place_of(self, callback: FutureCallback) -> None:
+    def wait_until_next(self, callback: FutureCallback) -> None:
         """For a callback of another group: wait for the jobs queued before it, but not for those that wait for it."""
-        self.hurry()
+        self.wake_now()
         with self._lock:
-            self._changed.wait_for(lambda: self.is_idle or callback in self._awaited)
+            self._changed.wait_for(lambda: self.is_idle or callback in self._awaited_callbacks)
 
     def wait_until_idle(self) -> None:
         """Wait until the queue is empty and nothing is running."""
-        self.hurry()
+        self.wake_now()
         with self._lock:
             self._changed.wait_for(lambda: self.is_idle)
 
     def stop(self) -> None:
         """Run the queued jobs, then stop the thread."""
-        is_here = self.is_current_thread  # in a callback that destroys the group
+        is_here = self.is_running_here  # in a callback that destroys the group
         if is_here:
             self.run_until(lambda: False)
         self._is_stopping = True
-        self._timer.set(_NOW_NS)
+        self._timer.set(_WAKE_NOW_NS)
         if not is_here:
             self._thread.join()
 
@@ -153,20 +156,20 @@ class Worker:
         for job in jobs:
             job.work.finish(error)
         self._is_stopping = True
-        self._timer.set(_NOW_NS)
+        self._timer.set(_WAKE_NOW_NS)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Run queued jobs until `done`, for a callback on this thread that waits for a job queued behind it."""
         while not done() and (job := self._next_job(is_nested=True)):
             self._run_here(job)
 
-    def run_for(self, work: QueuedWork) -> None:
+    def run_until_done(self, work: QueuedWork) -> None:
         """Run the queued jobs on the calling thread until `work` is done, unless another thread is running them.
 
         Callbacks, and jobs that wait for callbacks of other groups, are left to the worker thread. So is everything if
         the program uses a GPU, since the worker has a stream of its own.
         """
-        if self.is_current_thread:
+        if self.is_running_here:
             self.run_until(work.is_completed)
             return
         thread = future_callbacks.this_thread
@@ -179,7 +182,7 @@ class Worker:
             if True in is_held:
                 thread.runs_queue = True
                 self._runner = threading.get_ident()
-                while not work.is_completed() and (job := self._next_job()) and self._may_be_taken(job):
+                while not work.is_completed() and (job := self._next_job()) and self._can_run_on_waiting_thread(job):
                     self._run_here(job)
         finally:
             if True in is_held:
@@ -187,7 +190,7 @@ class Worker:
                 self._runner = 0
                 self._running.release()
 
-    def _may_be_taken(self, job: _Job) -> bool:
+    def _can_run_on_waiting_thread(self, job: _Job) -> bool:
         """Return whether a thread that waits for a job, or for one behind it, may run it."""
         return isinstance(job.work, QueuedWork) and not job.after and self._gpu.device is None
 
@@ -271,12 +274,12 @@ class Worker:
         if not after:
             return
         with self._lock:
-            self._awaited = after
+            self._awaited_callbacks = after
             self._changed.notify_all()
         for callback in after:
             callback.has_ended.wait()
         with self._lock:
-            self._awaited = ()
+            self._awaited_callbacks = ()
 
 
 def _flushes_denormals() -> bool:

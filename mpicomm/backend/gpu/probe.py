@@ -1,4 +1,8 @@
-"""The detection of GPU-aware MPI: the support that the library reports, and a test of it."""
+"""The choice of a group's transport, by the support of GPU addresses that the MPI library reports, and a test of it.
+
+MPI receives GPU addresses (GPU-aware MPI) only if the library reports support, or the user sets it, and the test at the
+creation of a group passes.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,19 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from mpicomm import mpi
+from mpicomm import agreement, mpi
+from mpicomm.backend.gpu.staging import StagingTransport
+from mpicomm.backend.gpu.transport import DIRECT, GPUDirect, Transport
 from mpicomm.backend.transfer import mpi_calls
+from mpicomm.settings import Settings
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Intracomm
@@ -24,6 +33,63 @@ _KINDS = "mpi_memory_alloc_kinds"  # MPI-4.1, section 11.4.3
 _COUNTS = (1, 2**8, 2**18)  # elements: MPI libraries use different protocols for different sizes
 _MOST = 2**24  # maximum total elements in the tests where one rank holds a part of each rank
 _TAG = 0
+_ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_NOT_EXPORTED = ("expandable_segments:True", "backend:cudaMallocAsync")
+
+
+_has_passed = False  # whether the test has passed on all ranks of a group of this rank
+
+
+def choose_transport(comm: Intracomm, settings: Settings) -> Transport:
+    """Choose the transport of a new group, the same on all ranks (collective)."""
+    has_gpu = torch.cuda.is_available()
+    # Do not test if CUDA is not initialised: the test would create the first context of a program without GPU use.
+    may_try = not has_gpu or (torch.cuda.is_initialized() and _wants_addresses(settings))
+    no_gpu, all_may_try, all_have_passed, chunk_bytes = agreement.minimum(
+        comm, [not has_gpu, may_try, _has_passed, 1024 * settings.gpu_chunk_kib]
+    )
+    if no_gpu:
+        return DIRECT
+    if all_have_passed or (all_may_try and _passes_test(comm, torch.device("cuda" if has_gpu else "cpu"))):
+        return GPUDirect()
+    return StagingTransport(comm.size, chunk_bytes, functools.partial(agreement.all_true, comm))
+
+
+def _wants_addresses(settings: Settings) -> bool:
+    if settings.gpu_aware in ("0", "1"):
+        return settings.gpu_aware == "1"
+    return is_claimed(os.environ)
+
+
+def _passes_test(comm: Intracomm, device: torch.device) -> bool:
+    """Test GPU-aware MPI; return whether it works on all ranks, and warn on a rank where it fails (collective)."""
+    global _has_passed  # noqa: PLW0603  a property of the library, one per process
+    failed = failures(comm, device)
+    _has_passed = agreement.all_true(comm, not failed)
+    if failed:
+        warnings.warn(
+            f"GPU-aware MPI failed its test: {', '.join(failed)}. GPU tensors are staged through host memory. "
+            f"Set MPICOMM_GPU_AWARE=0 to skip the test.",
+            stacklevel=2,
+        )
+    elif _has_passed:
+        _warn_of_allocators()
+    return _has_passed
+
+
+def _warn_of_allocators() -> None:
+    """Warn of allocator settings whose memory CUDA IPC cannot export: the ranks of a node then transfer by the host."""
+    configured = ",".join(os.environ.get(name, "") for name in _ALLOCATORS).replace(" ", "")
+    for setting in _NOT_EXPORTED:
+        if setting in configured:
+            warnings.warn(
+                f"{' or '.join(_ALLOCATORS)} has {setting}: CUDA IPC cannot export such memory, so transfers of GPU "
+                f"tensors are about 100 times slower. Remove this setting, or set MPICOMM_GPU_AWARE=0.",
+                stacklevel=2,
+            )
+
+
+# -- the support that the library reports, and its test ----------------------------------------------------------------
 
 
 def is_claimed(environ: Mapping[str, str]) -> bool:

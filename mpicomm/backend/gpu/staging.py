@@ -1,6 +1,6 @@
-"""The transport of a group's tensors to MPI: as they are, or staged for GPU tensors and an MPI that is not GPU-aware.
+"""The transport of GPU tensors to an MPI that is not GPU-aware: through host memory.
 
-Staged tensors go through host memory. An operation is split into chunks: while MPI processes one, the next is copied
+An operation is split into chunks: while MPI processes one, the next is copied
 from the GPU and the previous one back to it. The buffers that the ranks pass to MPI must match, so all ranks split
 alike if any rank's tensor is on a GPU. Before an operation of several chunks the ranks agree on this; if all tensors
 are on the host, they are not split.
@@ -8,9 +8,7 @@ are on the host, they are not split.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -18,24 +16,11 @@ import torch
 
 from mpicomm.backend import checks
 from mpicomm.backend.gpu import thread_device
+from mpicomm.backend.gpu.transport import Call, Make, Transport, Use
 from mpicomm.backend.transfer import buffers
 from mpicomm.backend.transfer.buffers import Tensors
 
 _DEPTH = 3  # chunks in flight: one is copied from the device, one is in MPI, one is copied back
-
-Call = Callable[[], None]
-Make = Callable[..., Call]
-"""Takes tensors and returns the call that runs the operation on them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """How an operation uses a tensor."""
-
-    reads: bool
-    writes: bool
-    is_spread: bool = False
-    """Whether the tensor holds an equal part for each rank."""
 
 
 class DeviceEvent(Protocol):
@@ -56,15 +41,15 @@ class Mover:
     def follow(self, mark: Any) -> None:
         """Order all further copies after a mark; on the host, all earlier calls have completed."""
 
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
+    def copy_to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         """Start copying (destination, source) pairs from the device; return the event of their completion."""
         for to, source in pairs:
             to.copy_(source)
         return _DONE
 
-    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
+    def copy_to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         """Start copying (destination, source) pairs to the device; return the event of their completion."""
-        return self.fetch(pairs)
+        return self.copy_to_host(pairs)
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for `count` elements that the device can access."""
@@ -89,11 +74,11 @@ class CudaMover(Mover):
         self._fetching.wait_event(mark)
         self._putting.wait_event(mark)
 
-    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
+    def copy_to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         """Start copying (destination, source) pairs from the GPU."""
         return self._copy(pairs, self._fetching)
 
-    def put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
+    def copy_to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         """Start copying (destination, source) pairs to the GPU."""
         return self._copy(pairs, self._putting)
 
@@ -123,42 +108,7 @@ def make_mover(device: torch.device) -> Mover:
     return Mover() if device.type == "cpu" else CudaMover(device)
 
 
-class Transport:
-    """Passes the tensors of a group to MPI as they are: MPI can access their memory."""
-
-    whole_bytes: float = math.inf
-    """Size in bytes up to which a CPU tensor goes to MPI in one piece, whatever the devices of the other ranks."""
-
-    def prepare(
-        self,
-        make: Make,
-        tensors: Tensors,
-        uses: Sequence[Use],  # noqa: ARG002  for other transports, as the next
-        *,
-        num_blocks: int | None = 1,  # noqa: ARG002
-    ) -> Call:
-        """Return a call that runs an operation.
-
-        Args:
-            make: Takes tensors in memory that MPI can access; returns the call that runs the operation on them.
-            tensors: The tensors of the operation, on any device.
-            uses: How the operation uses each tensor.
-            num_blocks: The largest number of per-rank blocks in a tensor on any rank; None if not all ranks know the
-                sizes of the tensors, so that the operation cannot be split.
-        """
-        return make(*tensors)
-
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a dense tensor with the content of `tensor`, in memory that MPI can access."""
-        return buffers.pack(tensor)
-
-    def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
-        """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
-        output_buffer = buffers.output_buffer(tensor)
-        return output_buffer, functools.partial(buffers.unpack, output_buffer, tensor)
-
-
-class Staged(Transport):
+class StagingTransport(Transport):
     """Stages a group's tensors for MPI if some of them are on GPUs."""
 
     def __init__(
@@ -208,33 +158,33 @@ class Staged(Transport):
         parts = [self._part(tensor, use, self._mover(tensor.device)) for tensor, use in zip(tensors, uses, strict=True)]
         return functools.partial(_run, make, parts, chunks)
 
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+    def for_sending(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's content in dense host memory, after the copy has completed."""
         mover = self._mover_of_messages(tensor.device)
         if mover.is_host:
-            return super().fetch(tensor)
+            return super().for_sending(tensor)
         part = self._part(tensor, Use(reads=True, writes=False), mover)
         part.start()
-        part.fetch(0, slice(None))
+        part.start_to_host(0, slice(None))
         return part.host(0)
 
-    def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
+    def for_receiving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
         """Return dense host memory to receive a tensor's content, and the call that copies it to the tensor."""
         mover = self._mover_of_messages(tensor.device)
         if mover.is_host:
-            return super().expect(tensor)
+            return super().for_receiving(tensor)
         part = self._part(tensor, Use(reads=False, writes=True), mover)
-        part.fetch(0, slice(None))
+        part.start_to_host(0, slice(None))
 
         def put() -> None:
             part.start()
-            part.put(0, slice(None))
+            part.start_to_device(0, slice(None))
             part.end()
 
         return part.host(0), put
 
     def _part(self, tensor: torch.Tensor, use: Use, mover: Mover) -> _Part:
-        checks.outside_of_graphs(tensor)
+        checks.require_no_graph_capture(tensor)
         return _Part(tensor, use, self._size if use.is_spread else 1, mover)
 
     def _without_hazards(self, tensors: Tensors, uses: Sequence[Use]) -> list[torch.Tensor]:
@@ -267,20 +217,20 @@ def _run(make: Make, parts: Sequence[_Part], chunks: Sequence[slice]) -> None:
         for part in parts:
             part.start()
         for part in parts:
-            part.fetch(0, chunks[0])
+            part.start_to_host(0, chunks[0])
         # While MPI processes a chunk, the next one is copied to the host and the previous one back to the device.
         for number, columns in enumerate(chunks):
             if number + 1 < len(chunks):
                 for part in parts:
-                    part.fetch(number + 1, chunks[number + 1])
+                    part.start_to_host(number + 1, chunks[number + 1])
             make(*[part.host(number) for part in parts])()
             for part in parts:
-                part.put(number, columns)
+                part.start_to_device(number, columns)
         for part in parts:
             part.end()
     finally:
         for part in parts:
-            part.settle()
+            part.wait_for_copies()
 
 
 class _Part:
@@ -302,38 +252,38 @@ class _Part:
         """Order the copies after the work that the caller had queued."""
         self._mover.follow(self._mark)
 
-    def fetch(self, number: int, columns: slice) -> None:
+    def start_to_host(self, number: int, columns: slice) -> None:
         """Start copying a chunk to the host if the operation reads it; reserve host memory in any case."""
-        place = number % _DEPTH
+        slot = number % _DEPTH
         chunk = self._rows[:, columns]
         if self._is_there(chunk):
-            self._hosts[place] = chunk.view(-1)
+            self._hosts[slot] = chunk.view(-1)
             return
-        self._put[place].synchronize()  # this copy reads the memory to be reused
-        host = self._memory_for(place, chunk)
-        self._hosts[place] = host.view(-1)
+        self._put[slot].synchronize()  # this copy reads the memory to be reused
+        host = self._memory_for(slot, chunk)
+        self._hosts[slot] = host.view(-1)
         if self._use.reads:
-            self._fetched[place] = self._mover.fetch(zip(host, chunk, strict=True))
+            self._fetched[slot] = self._mover.copy_to_host(zip(host, chunk, strict=True))
 
     def host(self, number: int) -> torch.Tensor:
         """Return a chunk in host memory, after its copy has completed."""
         self._fetched[number % _DEPTH].synchronize()
         return self._hosts[number % _DEPTH]
 
-    def put(self, number: int, columns: slice) -> None:
+    def start_to_device(self, number: int, columns: slice) -> None:
         """Start copying a chunk back if the operation writes it."""
         chunk = self._rows[:, columns]
         if self._use.writes and not self._is_there(chunk):
             host = self._hosts[number % _DEPTH].view(chunk.shape)
-            self._put[number % _DEPTH] = self._mover.put(zip(chunk, host, strict=True))
+            self._put[number % _DEPTH] = self._mover.copy_to_device(zip(chunk, host, strict=True))
 
     def end(self) -> None:
         """Wait until the tensor holds the chunks that were copied back."""
         if self._use.writes and self._dense is not self._tensor:
-            self._put.append(self._mover.put([(self._tensor, self._dense.view(self._tensor.shape))]))
-        self.settle()
+            self._put.append(self._mover.copy_to_device([(self._tensor, self._dense.view(self._tensor.shape))]))
+        self.wait_for_copies()
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all copies have completed."""
         for event in (*self._fetched, *self._put):
             event.synchronize()
@@ -342,9 +292,9 @@ class _Part:
         """Return whether a chunk is already dense host memory."""
         return self._mover.is_host and len(chunk) == 1
 
-    def _memory_for(self, place: int, chunk: torch.Tensor) -> torch.Tensor:
+    def _memory_for(self, slot: int, chunk: torch.Tensor) -> torch.Tensor:
         """Return memory in the shape of a chunk; the first chunk is the widest."""
-        memory = self._memory[place]
+        memory = self._memory[slot]
         if memory is None:
-            memory = self._memory[place] = self._mover.memory(chunk.numel(), chunk.dtype)
+            memory = self._memory[slot] = self._mover.memory(chunk.numel(), chunk.dtype)
         return memory[: chunk.numel()].view(chunk.shape)

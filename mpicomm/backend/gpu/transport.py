@@ -1,31 +1,69 @@
-"""The transport of a group's tensors to MPI: CPU tensors directly, GPU tensors by GPU address or staged.
-
-MPI receives GPU addresses (GPU-aware MPI) only if the library reports support, or the user sets it, and a test at
-group creation passes.
-"""
+"""The interface by which a group's tensors go to MPI, and the transports that pass their own memory to MPI."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import os
-import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
-from mpicomm import agreement
 from mpicomm.backend import checks
-from mpicomm.backend.gpu import probe
-from mpicomm.backend.gpu.staging import Call, Make, Staged, Transport, Use
+from mpicomm.backend.transfer import buffers
 from mpicomm.backend.transfer.buffers import Tensors
-from mpicomm.settings import Settings
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+Call = Callable[[], None]
+Make = Callable[..., Call]
+"""Takes tensors and returns the call that runs the operation on them."""
 
-_ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_NOT_EXPORTED = ("expandable_segments:True", "backend:cudaMallocAsync")
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """How an operation uses a tensor."""
+
+    reads: bool
+    writes: bool
+    is_spread: bool = False
+    """Whether the tensor holds an equal part for each rank."""
+
+
+class Transport:
+    """Passes the tensors of a group to MPI as they are: MPI can access their memory."""
+
+    whole_bytes: float = math.inf
+    """Size in bytes up to which a CPU tensor goes to MPI in one piece, whatever the devices of the other ranks."""
+
+    def prepare(
+        self,
+        make: Make,
+        tensors: Tensors,
+        uses: Sequence[Use],  # noqa: ARG002  for other transports, as the next
+        *,
+        num_blocks: int | None = 1,  # noqa: ARG002
+    ) -> Call:
+        """Return a call that runs an operation.
+
+        Args:
+            make: Takes tensors in memory that MPI can access; returns the call that runs the operation on them.
+            tensors: The tensors of the operation, on any device.
+            uses: How the operation uses each tensor.
+            num_blocks: The largest number of per-rank blocks in a tensor on any rank; None if not all ranks know the
+                sizes of the tensors, so that the operation cannot be split.
+        """
+        return make(*tensors)
+
+    def for_sending(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a dense tensor with the content of `tensor`, in memory that MPI can access."""
+        return buffers.pack(tensor)
+
+    def for_receiving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
+        """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
+        output_buffer = buffers.output_buffer(tensor)
+        return output_buffer, functools.partial(buffers.unpack, output_buffer, tensor)
+
+
+DIRECT = Transport()
 
 
 class GPUDirect(Transport):
@@ -38,7 +76,7 @@ class GPUDirect(Transport):
         if not devices:
             return call
         for tensor in tensors:
-            checks.outside_of_graphs(tensor)
+            checks.require_no_graph_capture(tensor)
         marks = [torch.cuda.current_stream(device).record_event() for device in devices]
 
         def when_ready() -> None:
@@ -50,67 +88,12 @@ class GPUDirect(Transport):
 
         return when_ready
 
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+    def for_sending(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a dense tensor with the content of `tensor`; fails during a CUDA graph capture."""
-        checks.outside_of_graphs(tensor)
-        return super().fetch(tensor)
+        checks.require_no_graph_capture(tensor)
+        return super().for_sending(tensor)
 
-    def expect(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
+    def for_receiving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
         """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
-        checks.outside_of_graphs(tensor)
-        return super().expect(tensor)
-
-
-NO_TRANSPORT = Transport()
-
-
-_has_passed = False  # whether the test has passed on all ranks of a group of this rank
-
-
-def choose(comm: Intracomm, settings: Settings) -> Transport:
-    """Choose the transport of a new group, the same on all ranks (collective)."""
-    has_gpu = torch.cuda.is_available()
-    # Do not test if CUDA is not initialised: the test would create the first context of a program without GPU use.
-    may_try = not has_gpu or (torch.cuda.is_initialized() and _wants_addresses(settings))
-    no_gpu, all_may_try, all_have_passed, chunk_bytes = agreement.minimum(
-        comm, [not has_gpu, may_try, _has_passed, 1024 * settings.gpu_chunk_kib]
-    )
-    if no_gpu:
-        return NO_TRANSPORT
-    if all_have_passed or (all_may_try and _passes(comm, torch.device("cuda" if has_gpu else "cpu"))):
-        return GPUDirect()
-    return Staged(comm.size, chunk_bytes, functools.partial(agreement.all_true, comm))
-
-
-def _wants_addresses(settings: Settings) -> bool:
-    if settings.gpu_aware in ("0", "1"):
-        return settings.gpu_aware == "1"
-    return probe.is_claimed(os.environ)
-
-
-def _passes(comm: Intracomm, device: torch.device) -> bool:
-    """Test GPU-aware MPI; return whether it works on all ranks, and warn on a rank where it fails (collective)."""
-    global _has_passed  # noqa: PLW0603  a property of the library, one per process
-    failures = probe.failures(comm, device)
-    _has_passed = agreement.all_true(comm, not failures)
-    if failures:
-        warnings.warn(
-            f"GPU-aware MPI failed its test: {', '.join(failures)}. GPU tensors are staged through host memory. "
-            f"Set MPICOMM_GPU_AWARE=0 to skip the test.",
-            stacklevel=2,
-        )
-    elif _has_passed:
-        _warn_of_allocators()
-    return _has_passed
-
-
-def _warn_of_allocators() -> None:
-    """Warn of allocator settings whose memory CUDA IPC cannot export: the ranks of a node then transfer by the host."""
-    configured = ",".join(os.environ.get(name, "") for name in _ALLOCATORS).replace(" ", "")
-    for setting in _NOT_EXPORTED:
-        if setting in configured:
-            warnings.warn(
-                f"{' or '.join(_ALLOCATORS)} has {setting}: CUDA IPC cannot export such memory, so transfers of GPU "
-                f"tensors are about 100 times slower. Remove this setting, or set MPICOMM_GPU_AWARE=0.",
-                stacklevel=2,
-            )
+        checks.require_no_graph_capture(tensor)
+        return super().for_receiving(tensor)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, cast
 
 from mpicomm import agreement, mpi
 from mpicomm.backend.execution.group_state import check_unbroken
-from mpicomm.backend.transfer import segment
 from mpicomm.backend.transfer.hierarchical import HierarchicalAllReduce
 from mpicomm.backend.transfer.reductions import Reduction
-from mpicomm.backend.transfer.slots import NativeSlots, segment_bytes
+from mpicomm.backend.transfer.slots import NativeSlots, NoSharedMemoryError, memory_bytes, share_memory
 from mpicomm.native import c_library
 from mpicomm.recorder import flight_recorder
 from mpicomm.settings import Settings
@@ -26,7 +25,7 @@ from mpicomm.settings import Settings
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-Least = Mapping[str, int]
+SmallestSizes = Mapping[str, int]
 """The smallest size in bytes from which an algorithm is used; no row: never."""
 
 
@@ -42,12 +41,12 @@ class Algorithm(enum.Enum):
 _KIB, _MIB = 2**10, 2**20
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 
-_COMPOSITE = {operation: f"{operation}, composite" for operation in _REDUCTIONS}
+_CONVERTED_REDUCTIONS = {operation: f"{operation}, converted" for operation in _REDUCTIONS}
 """The rows of reductions for which MPI needs conversions before and after the call."""
 
-SLOTS: Least = {
+SLOT_OPERATIONS: SmallestSizes = {
     **dict.fromkeys(_REDUCTIONS, 4 * _KIB),
-    **dict.fromkeys(_COMPOSITE.values(), 0),
+    **dict.fromkeys(_CONVERTED_REDUCTIONS.values(), 0),
     "all_gather": 4 * _KIB,
     "broadcast": 4 * _KIB,
     "all_to_all": 4 * _KIB,
@@ -57,7 +56,7 @@ SLOTS: Least = {
 }
 """If all ranks are on one node."""
 
-HIERARCHICAL: Least = {"all_reduce": 8 * _MIB, _COMPOSITE["all_reduce"]: 8 * _MIB}
+HIERARCHICAL_OPERATIONS: SmallestSizes = {"all_reduce": 8 * _MIB, _CONVERTED_REDUCTIONS["all_reduce"]: 8 * _MIB}
 """On several nodes, with several ranks on each."""
 
 _NEVER = (math.inf, Algorithm.MPI)
@@ -70,13 +69,13 @@ class Choices:
         """Select `UNKNOWN` from the smallest size of each row on; if the group has one rank, always MPI."""
         self._by_row: dict[str, tuple[float, Algorithm]] = {}
         if size > 1:
-            self.replace(Algorithm.UNKNOWN, SLOTS)
+            self.replace(Algorithm.UNKNOWN, SLOT_OPERATIONS)
 
     def clear(self) -> None:
         """Select MPI for all sizes."""
         self._by_row.clear()
 
-    def replace(self, algorithm: Algorithm, table: Least) -> None:
+    def replace(self, algorithm: Algorithm, table: SmallestSizes) -> None:
         """Select an algorithm from the sizes of a table on, and MPI for all others."""
         self._by_row = {row: (least, algorithm) for row, least in table.items()}
 
@@ -99,7 +98,7 @@ class AlgorithmSelector:
     """
 
     def __init__(self, comm: Intracomm, record: flight_recorder.Group, settings: Settings) -> None:
-        """Prepare the path without communication.
+        """Select nothing yet; does not communicate.
 
         Args:
             settings: Of this rank; the group uses shared memory only if all ranks enable it and have the C library.
@@ -128,7 +127,7 @@ class AlgorithmSelector:
             if not reduction.uses_slots:
                 return Algorithm.MPI
             if not reduction.is_native:
-                row = _COMPOSITE[operation]
+                row = _CONVERTED_REDUCTIONS[operation]
         algorithm = self._choices.select(row, nbytes)
         if algorithm is Algorithm.UNKNOWN:
             self._open()
@@ -153,7 +152,7 @@ class AlgorithmSelector:
             return
         if node_comm.size == self._comm.size:
             self.slots = slots
-            self._choices.replace(Algorithm.SLOTS, SLOTS)
+            self._choices.replace(Algorithm.SLOTS, SLOT_OPERATIONS)
             return
         # 4. on several nodes, connect the ranks that have the same rank on their nodes; MPI then adds the nodes in one
         #    order in all blocks, so that equal numbers have equal sums wherever they are in the tensor
@@ -161,7 +160,7 @@ class AlgorithmSelector:
         across = mpi.tracked(cast("Intracomm", self._comm.Split(node_comm.rank, first)))
         self._comms.append(across)
         self.hierarchical = HierarchicalAllReduce(self._comm, slots, across)
-        self._choices.replace(Algorithm.HIERARCHICAL, HIERARCHICAL)
+        self._choices.replace(Algorithm.HIERARCHICAL, HIERARCHICAL_OPERATIONS)
 
     def split_by_node(self, comm: Intracomm) -> Intracomm:
         """Return the communicator of the ranks that share this rank's node (collective)."""
@@ -170,8 +169,8 @@ class AlgorithmSelector:
     def _connect(self, node_comm: Intracomm) -> NativeSlots | None:
         """Return slots of the ranks of a node, or None, with a warning, if they cannot share memory (collective)."""
         try:
-            memory = segment.make(node_comm, segment_bytes(node_comm.size))
-        except segment.NoSharedMemoryError as error:
+            memory = share_memory(node_comm, memory_bytes(node_comm.size))
+        except NoSharedMemoryError as error:
             if node_comm.rank == 0:
                 warnings.warn(
                     f"the {node_comm.size} ranks of this node cannot share memory: {error}. "

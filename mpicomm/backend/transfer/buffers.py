@@ -39,10 +39,10 @@ def unpack(dense: torch.Tensor, tensor: torch.Tensor) -> None:
     if dense is tensor:
         return
     tensor.detach().copy_(dense)
-    settle(tensor)
+    synchronize_stream(tensor)
 
 
-def settle(tensor: torch.Tensor) -> None:
+def synchronize_stream(tensor: torch.Tensor) -> None:
     """Synchronise this thread's current stream on the tensor's GPU: MPI calls are not ordered by CUDA streams."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
@@ -56,10 +56,10 @@ def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two dense tensors share memory."""
-    start, other_start = one.data_ptr(), other.data_ptr()
-    return start < other_start + other.nbytes and other_start < start + one.nbytes
+    start, second_start = first.data_ptr(), second.data_ptr()
+    return start < second_start + second.nbytes and second_start < start + first.nbytes
 
 
 def without_alias(dense: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _UNKNOWN_BYTES = 0  # the size of blocks that may differ, which not all ranks know
-_STAGED_BYTES = 2**16  # the most bytes of a list that are copied through one buffer; fewer than MPI's largest count
+_LIST_BUFFER_BYTES = 2**16  # larger lists are not copied through the kept buffer; fewer than MPI's largest count
 
 
 class DenseCollectives:
@@ -32,23 +32,23 @@ class DenseCollectives:
     Inputs may overlap outputs. Only one thread may call these methods at a time.
     """
 
-    def __init__(self, comm: Intracomm, node: AlgorithmSelector) -> None:
+    def __init__(self, comm: Intracomm, algorithms: AlgorithmSelector) -> None:
         self.comm = comm
-        self.node = node
+        self._algorithms = algorithms
         self._rank, self._size = comm.rank, comm.size
         self._memory_at = mpi.api().memory.fromaddress
         with torch.inference_mode(False):
-            self._staging = torch.empty(_STAGED_BYTES, dtype=torch.uint8, device="cpu")
-        self._staging_address = self._staging.data_ptr()
+            self._list_buffer = torch.empty(_LIST_BUFFER_BYTES, dtype=torch.uint8, device="cpu")
+        self._list_buffer_address = self._list_buffer.data_ptr()
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """All-reduce a tensor in place."""
-        algorithm = self.node.select("all_reduce", tensor.nbytes, reduction)
+        algorithm = self._algorithms.select("all_reduce", tensor.nbytes, reduction)
         if algorithm is Algorithm.SLOTS and self._slots.reduce(tensor, divisor=reduction.divisor):
             return
-        hierarchical = self.node.hierarchical
+        hierarchical = self._algorithms.hierarchical
         if algorithm is Algorithm.HIERARCHICAL and hierarchical is not None and hierarchical.run(tensor, reduction):
             return
         if reduction.is_native:
@@ -61,7 +61,7 @@ class DenseCollectives:
 
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
         """Reduce in place on the root; the tensors of other ranks keep their content."""
-        algorithm = self.node.select("reduce", tensor.nbytes, reduction)
+        algorithm = self._algorithms.select("reduce", tensor.nbytes, reduction)
         if algorithm is Algorithm.SLOTS and self._slots.reduce(tensor, root, divisor=reduction.divisor):
             return
         if reduction.is_native:
@@ -80,7 +80,7 @@ class DenseCollectives:
         """Reduce the source, with `counts[r]` elements for rank r (None: equally many) that it receives."""
         algorithm = Algorithm.MPI
         if counts is None:
-            algorithm = self.node.select("reduce_scatter", source.nbytes, reduction)
+            algorithm = self._algorithms.select("reduce_scatter", source.nbytes, reduction)
         is_in_place = algorithm is Algorithm.SLOTS and self._is_own_block(output, source)
         is_apart = is_in_place or not buffers.overlap(source, output)
         result = output if is_apart else torch.empty_like(output)
@@ -109,48 +109,50 @@ class DenseCollectives:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy the root's tensor to all ranks."""
-        algorithm = self.node.select("broadcast", tensor.nbytes)
+        algorithm = self._algorithms.select("broadcast", tensor.nbytes)
         if algorithm is Algorithm.SLOTS and self._slots.broadcast(tensor, root):
             return
         mpi_calls.broadcast(self.comm, tensor, root)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
         """Gather every rank's source into the output, in rank order; the source may be this rank's block of it."""
-        algorithm = self.node.select("all_gather", output.nbytes)
-        if algorithm is Algorithm.SLOTS and self._slots.all_gather(output, self._unshared(source, output)):
+        algorithm = self._algorithms.select("all_gather", output.nbytes)
+        if algorithm is Algorithm.SLOTS and self._slots.all_gather(output, self._without_overlap(source, output)):
             return
-        self._put(source, output, self._rank * source.numel())
+        self._copy_into(source, output, self._rank * source.numel())
         mpi_calls.all_gather(self.comm, output, None)
 
     def all_gather_list(self, outputs: Tensors, source: torch.Tensor) -> None:
         """Gather rank r's source into `outputs[r]`; sizes may differ between ranks."""
         is_even, nbytes = self._is_even(outputs), source.nbytes * self._size
-        algorithm = self.node.select("all_gather", nbytes) if is_even else Algorithm.MPI
-        if algorithm is Algorithm.SLOTS and self._slots.all_gather_list(outputs, self._unshared(source, *outputs)):
+        algorithm = self._algorithms.select("all_gather", nbytes) if is_even else Algorithm.MPI
+        if algorithm is Algorithm.SLOTS and self._slots.all_gather_list(
+            outputs, self._without_overlap(source, *outputs)
+        ):
             return
-        if self._fits_staging(outputs, source):
+        if self._fits_list_buffer(outputs, source):
             nbytes = source.nbytes
-            ctypes.memmove(self._staging_address + self._rank * nbytes, source.data_ptr(), nbytes)
-            blocks = (self._staging_of(source), source.numel(), dtypes.carrier(source.dtype))
+            ctypes.memmove(self._list_buffer_address + self._rank * nbytes, source.data_ptr(), nbytes)
+            blocks = (self._list_buffer_of(source), source.numel(), dtypes.carrier(source.dtype))
             self.comm.Allgather(mpi.api().IN_PLACE, blocks)
-            self._copy_from_staging(outputs)
+            self._copy_from_list_buffer(outputs)
             return
         flat, counts = buffers.output_buffer_of_all(outputs), buffers.uneven_counts(outputs)
-        self._put(source, flat, sum(buffers.counts(outputs[: self._rank])))
+        self._copy_into(source, flat, sum(buffers.counts(outputs[: self._rank])))
         mpi_calls.all_gather(self.comm, flat, counts)
         buffers.unpack_all(flat, outputs)
 
     def gather(self, outputs: Tensors, source: torch.Tensor, root: int) -> None:
         """Gather rank r's source into `outputs[r]` on the root; `outputs` is empty on other ranks."""
-        algorithm = self.node.select("gather", _UNKNOWN_BYTES)
-        if algorithm is Algorithm.SLOTS and self._slots.gather(outputs, self._unshared(source, *outputs), root):
+        algorithm = self._algorithms.select("gather", _UNKNOWN_BYTES)
+        if algorithm is Algorithm.SLOTS and self._slots.gather(outputs, self._without_overlap(source, *outputs), root):
             return
         if not outputs:
             mpi_calls.gather(self.comm, source, None, (), root)
-        elif self._fits_staging(outputs, source):
-            blocks = (self._staging_of(source), [source.numel()] * self._size, dtypes.carrier(source.dtype))
+        elif self._fits_list_buffer(outputs, source):
+            blocks = (self._list_buffer_of(source), [source.numel()] * self._size, dtypes.carrier(source.dtype))
             self.comm.Gatherv(mpi_calls.spec(source), blocks, root)
-            self._copy_from_staging(outputs)
+            self._copy_from_list_buffer(outputs)
         else:
             flat = buffers.output_buffer_of_all(outputs)
             mpi_calls.gather(self.comm, buffers.without_alias(source, flat), flat, buffers.counts(outputs), root)
@@ -158,7 +160,7 @@ class DenseCollectives:
 
     def gather_single(self, output: torch.Tensor | None, source: torch.Tensor, root: int) -> None:
         """Gather the sources into the output on the root, in rank order; the output is None on other ranks."""
-        if self.node.select("gather", _UNKNOWN_BYTES) is Algorithm.SLOTS:
+        if self._algorithms.select("gather", _UNKNOWN_BYTES) is Algorithm.SLOTS:
             self.gather([] if output is None else output.detach().view(-1).split(source.numel()), source, root)
             return
         counts = [source.numel()] * self._size
@@ -166,18 +168,18 @@ class DenseCollectives:
 
     def scatter(self, output: torch.Tensor, sources: Tensors, root: int) -> None:
         """Send `sources[r]` of the root to rank r's output; `sources` is empty on other ranks."""
-        if self.node.select("scatter", _UNKNOWN_BYTES) is Algorithm.SLOTS:
-            tensors = [self._unshared(source, output) for source in sources]
+        if self._algorithms.select("scatter", _UNKNOWN_BYTES) is Algorithm.SLOTS:
+            tensors = [self._without_overlap(source, output) for source in sources]
             if self._slots.scatter(output, tensors, root):
                 return
         if not sources:
             mpi_calls.scatter(self.comm, None, (), output, root)
-        elif self._fits_staging(sources, output):
-            nbytes, start = output.nbytes, self._staging_address
+        elif self._fits_list_buffer(sources, output):
+            nbytes, start = output.nbytes, self._list_buffer_address
             for source in sources:
                 ctypes.memmove(start, source.data_ptr(), nbytes)
                 start += nbytes
-            blocks = (self._staging_of(output), [output.numel()] * self._size, dtypes.carrier(output.dtype))
+            blocks = (self._list_buffer_of(output), [output.numel()] * self._size, dtypes.carrier(output.dtype))
             self.comm.Scatterv(blocks, mpi_calls.spec(output), root)
         else:
             flat = buffers.without_alias(buffers.pack_all(sources), output)
@@ -196,7 +198,7 @@ class DenseCollectives:
             counts: None, like `source_counts`, if all blocks of all ranks have the same size; then None on all ranks.
         """
         source = buffers.without_alias(source, output)
-        algorithm = Algorithm.MPI if counts is not None else self.node.select("all_to_all", source.nbytes)
+        algorithm = Algorithm.MPI if counts is not None else self._algorithms.select("all_to_all", source.nbytes)
         if algorithm is Algorithm.SLOTS and self._slots.all_to_all(output, source):
             return
         mpi_calls.all_to_all(self.comm, source, source_counts, output, counts)
@@ -207,7 +209,7 @@ class DenseCollectives:
         self.all_to_all(flat, buffers.pack_all(sources), buffers.counts(outputs), buffers.counts(sources))
         buffers.unpack_all(flat, outputs)
 
-    def _unshared(self, source: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
+    def _without_overlap(self, source: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
         """Return a block of this rank, or a copy if slots would write over a part of it before they read that part."""
         if source.nbytes <= self._slots.step_bytes:
             return source
@@ -216,20 +218,20 @@ class DenseCollectives:
                 return source.detach().clone()
         return source
 
-    def _put(self, source: torch.Tensor, output: torch.Tensor, start: int) -> None:
+    def _copy_into(self, source: torch.Tensor, output: torch.Tensor, start: int) -> None:
         """Copy this rank's part to element `start` of the output, unless it is there already, as in FSDP."""
         address, place = source.data_ptr(), output.data_ptr() + start * source.itemsize
         if address == place:
             return
         nbytes, are_on_host = source.nbytes, source.is_cpu and output.is_cpu
-        if are_on_host and (nbytes <= _STAGED_BYTES or abs(place - address) < nbytes):
+        if are_on_host and (nbytes <= _LIST_BUFFER_BYTES or abs(place - address) < nbytes):
             ctypes.memmove(place, address, nbytes)
         else:  # torch copies with several threads, and refuses memory that overlaps
             output.detach().view(-1).narrow(0, start, source.numel()).copy_(source.detach().view(-1))
 
     @property
     def _slots(self) -> NativeSlots:
-        slots = self.node.slots
+        slots = self._algorithms.slots
         assert slots is not None, "the algorithm is SLOTS"
         return slots
 
@@ -242,21 +244,21 @@ class DenseCollectives:
 
     # -- small lists: one copy through a buffer that is kept -----------------------------------------------------
 
-    def _fits_staging(self, tensors: Tensors, block: torch.Tensor) -> bool:
+    def _fits_list_buffer(self, tensors: Tensors, block: torch.Tensor) -> bool:
         """Return whether a list has tensors like `block`, small enough to copy all of them through the buffer."""
         nbytes = block.nbytes
         return (
-            nbytes * self._size <= _STAGED_BYTES
+            nbytes * self._size <= _LIST_BUFFER_BYTES
             and block.is_cpu
             and all([tensor.nbytes == nbytes and tensor.is_cpu for tensor in tensors])  # noqa: C419  faster
         )
 
-    def _staging_of(self, block: torch.Tensor) -> object:
+    def _list_buffer_of(self, block: torch.Tensor) -> object:
         """Return memory for a block like `block` of each rank."""
-        return self._memory_at(self._staging_address, block.nbytes * self._size)
+        return self._memory_at(self._list_buffer_address, block.nbytes * self._size)
 
-    def _copy_from_staging(self, targets: Tensors) -> None:
-        start, nbytes = self._staging_address, targets[0].nbytes
+    def _copy_from_list_buffer(self, targets: Tensors) -> None:
+        start, nbytes = self._list_buffer_address, targets[0].nbytes
         for target in targets:
             ctypes.memmove(target.data_ptr(), start, nbytes)
             start += nbytes

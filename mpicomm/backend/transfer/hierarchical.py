@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpicomm import agreement
-from mpicomm.backend.transfer import mpi_calls
+from mpicomm.backend.transfer import dtypes, mpi_calls
 from mpicomm.backend.transfer.reductions import Reduction
 from mpicomm.backend.transfer.slots import NativeSlots, different_calls
 from mpicomm.native import c_library
@@ -28,16 +28,16 @@ _PIECE_BYTES = 2**26  # of a tensor, reduced at a time: this limits the memory f
 class HierarchicalAllReduce:
     """The all-reduce of a communicator whose ranks are on several nodes, with equally many ranks on each."""
 
-    def __init__(self, comm: Intracomm, node: NativeSlots, across: Intracomm) -> None:
+    def __init__(self, comm: Intracomm, node_slots: NativeSlots, across: Intracomm) -> None:
         """Combine the two levels.
 
         Args:
             comm: The communicator of all ranks, in any order on the nodes.
-            node: The slots of this node's ranks.
+            node_slots: The slots of this node's ranks.
             across: The communicator of the ranks that have the same rank on their nodes.
         """
         self._comm = comm
-        self._node = node
+        self._node_slots = node_slots
         self._across = across
 
     def run(self, dense: torch.Tensor, reduction: Reduction) -> bool:
@@ -48,32 +48,31 @@ class HierarchicalAllReduce:
         """
         # 1. compare the calls of all ranks: in slots, the ranks of one node see only each other's
         call, nbytes = c_library.reducing(c_library.ALL_REDUCE, dense.dtype, divisor=reduction.divisor), dense.nbytes
-        published = [dense.is_cpu, nbytes, -nbytes, call, -call]
-        are_on_host, least_bytes, most_bytes, lowest, highest = agreement.minimum(self._comm, published)
-        if (least_bytes, lowest) != (-most_bytes, -highest):
-            raise different_calls(least_bytes, -most_bytes)
+        are_on_host, *published = agreement.minimum(self._comm, [dense.is_cpu, *agreement.extremes([nbytes, call])])
+        if not agreement.all_equal(published):
+            raise different_calls(least_bytes=published[0], most_bytes=-published[2])
         if not are_on_host:
             return False
         # 2. reduce; the last elements, fewer than the node has ranks, are padded to one for each rank
-        flat, size = dense.detach().view(-1), self._node.size
+        flat, size = dense.detach().view(-1), self._node_slots.size
         rest = flat[flat.numel() // size * size :]
         for piece in flat[: flat.numel() - rest.numel()].split(_PIECE_BYTES // flat.element_size() // size * size):
-            self._reduce(piece, reduction)
+            self._all_reduce_piece(piece, reduction)
         if rest.numel():
             padded = torch.cat([rest, rest.new_zeros(size - rest.numel())])
-            self._reduce(padded, reduction)
+            self._all_reduce_piece(padded, reduction)
             rest.copy_(padded[: rest.numel()])
         return True
 
-    def _reduce(self, piece: torch.Tensor, reduction: Reduction) -> None:
+    def _all_reduce_piece(self, piece: torch.Tensor, reduction: Reduction) -> None:
         """All-reduce a tensor that has a block for each rank of the node."""
-        block = piece.view(self._node.size, piece.numel() // self._node.size)[self._node.rank]
+        block = piece.view(self._node_slots.size, piece.numel() // self._node_slots.size)[self._node_slots.rank]
         # The slots add these in float32; MPI needs a wider dtype for some integers as well.
-        is_narrow = block.dtype in c_library.NARROW_FLOATS
+        is_narrow = block.dtype in dtypes.NARROW_FLOATS
         total = torch.empty_like(block, dtype=reduction.wide) if is_narrow else block
-        self._node.reduce_scatter(piece, total)
+        self._node_slots.reduce_scatter(piece, total)
         if reduction.wide is not None:
             total = total.to(reduction.wide)
         mpi_calls.all_reduce(self._across, total, reduction.datatype, reduction.op)
         reduction.store(total, block)
-        self._node.all_gather(piece)
+        self._node_slots.all_gather(piece)

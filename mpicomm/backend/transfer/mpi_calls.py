@@ -3,7 +3,7 @@
 Before version 4 of the standard, MPI counts are 32-bit integers. With such an MPI, larger tensors use other calls:
 reductions and broadcasts are split into parts, and a point-to-point message is sent as one element of a contiguous
 datatype as long as the message. In operations with a block for each rank, a large block is such a message, and the
-collective call moves the others. A block is large if as many of its size as there are ranks would exceed the limit:
+collective call moves the others. A block is large if its size times the number of ranks exceeds the limit:
 both of its ranks know that, whatever the sizes of the other blocks.
 """
 
@@ -205,7 +205,7 @@ def receive(comm: Intracomm, dense: torch.Tensor, src: int, tag: int) -> Request
     return _post(comm.Irecv, dense, src, tag)
 
 
-def received(status: Any, dtype: torch.dtype) -> int:
+def received_count(status: Any, dtype: torch.dtype) -> int:
     """Return the number of elements in a received message."""
     return status.Get_elements(dtypes.carrier(dtype))
 
@@ -276,7 +276,7 @@ def _messages(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[in
 def spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
     """Return mpi4py's buffer specification of a dense tensor; the tensor must outlive its use."""
     if dense.is_cuda:
-        buffers.settle(dense)
+        buffers.synchronize_stream(dense)
     memory = _api().memory.fromaddress(dense.data_ptr(), dense.nbytes)
     return memory, dense.numel(), dtypes.carrier(dense.dtype) if datatype is None else datatype
 

@@ -176,7 +176,7 @@ def _fold(bits: Any, dtype: torch.dtype) -> None:
     bits ^= (bits >> (8 * dtype.itemsize - 1)) & torch.iinfo(dtype).max
 
 
-def plan(op: Any, dtype: torch.dtype, size: int, operation: str, *, is_sparse: bool = False) -> Reduction:
+def reduction_for(op: Any, dtype: torch.dtype, size: int, operation: str, *, is_sparse: bool = False) -> Reduction:
     """Return how to reduce tensors of `dtype` with `op` over `size` ranks.
 
     Integer averages are the sum divided by the size, rounded toward zero; for dtypes of less than 64 bits the sum
@@ -195,7 +195,7 @@ def plan(op: Any, dtype: torch.dtype, size: int, operation: str, *, is_sparse: b
     name = torch_internals.reduce_op_name(op)
     if is_sparse and name not in _SUMS:
         raise ValueError(f"{operation}: {name} is not defined for sparse tensors.\nUse one of {', '.join(_SUMS)}.")
-    base = _plan(name, dtype, size, operation)
+    base = _reduction_for(name, dtype, size, operation)
     return dataclasses.replace(base, factor=_factor(op)) if name == "PREMUL_SUM" else base
 
 
@@ -206,7 +206,7 @@ def _factor(op: Any) -> Any:
 
 
 @functools.cache
-def _plan(name: str, dtype: torch.dtype, size: int, operation: str) -> Reduction:
+def _reduction_for(name: str, dtype: torch.dtype, size: int, operation: str) -> Reduction:
     wide = None if name in _ORDERED and dtype in _SORT_KEYS else _wide(name, dtype)
     keys = _SORT_KEYS.get(wide or dtype) if name in _ORDERED else None
     datatype = dtypes.arithmetic(keys or wide or dtype)

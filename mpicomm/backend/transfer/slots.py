@@ -16,43 +16,48 @@ The sums are made in rank order: all ranks receive the same bits, which depend o
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from mpicomm import agreement
+from mpicomm.errors import MpicommError
 from mpicomm.native import c_library
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-_MOST_BYTES = 2**19  # of a slot, so that the slots of a few ranks stay in the cache
-_SEGMENT_BYTES = 2**26  # with more ranks on a node, slots are smaller
-_REGION_BYTES = 2**8  # a slot has a region of at least this size for each rank
-_BUFFERS = 2
-_ALIGNMENT = 4096
-_SPLIT_BYTES = 2**16  # from this size on, each rank reduces a part
-_SPINS = 2000  # polls before a waiting rank offers its core to other processes
-_SPINS_IF_CROWDED = 20
+_LARGEST_SLOT_BYTES = 2**19  # the slots of a few ranks then stay in the cache
+_MEMORY_BYTES = 2**26  # of all slots of a node: with more ranks, slots are smaller
+_SMALLEST_REGION_BYTES = 2**8  # of a slot for each rank: the header of scatter and three cache lines
+_NUM_BUFFERS = 2  # of slots, which alternate
+_PAGE_BYTES = 4096  # alignment of the slots
+_SPLIT_BYTES = 2**16  # from this size on, each rank reduces a part: below, the second synchronisation costs more
+_POLLS_BEFORE_YIELD = 2000  # of a waiting rank, before it offers its core to other processes
+_POLLS_BEFORE_YIELD_IF_CROWDED = 20  # the rank that it waits for may need this core
 _NOTED_BYTES = 2**17  # from this size on, autograd is notified of a write; it takes about a microsecond
 _PAUSE_NS = 1_000_000  # how long the C library waits until it returns to Python
+_TOKEN_BYTES = 16  # at the start of the memory: shows that a process ID in /proc is that of the rank
 
 
-def segment_bytes(size: int) -> int:
+def memory_bytes(size: int) -> int:
     """Return the size in bytes of the shared memory of `size` ranks."""
-    return _head_bytes(size) + _BUFFERS * size * _slot_bytes(size)
+    return _head_bytes(size) + _NUM_BUFFERS * size * _slot_bytes(size)
 
 
 def _head_bytes(size: int) -> int:
     """Return the size in bytes of the unused first line, which has the memory's token, and of the ranks' lines."""
-    return -(-(1 + _BUFFERS * size) * c_library.LINE_BYTES // _ALIGNMENT) * _ALIGNMENT
+    return -(-(1 + _NUM_BUFFERS * size) * c_library.LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _slot_bytes(size: int) -> int:
-    share = _SEGMENT_BYTES // (_BUFFERS * size) // _ALIGNMENT * _ALIGNMENT
-    return max(_REGION_BYTES * size, min(_MOST_BYTES, share))
+    share = _MEMORY_BYTES // (_NUM_BUFFERS * size) // _PAGE_BYTES * _PAGE_BYTES
+    return max(_SMALLEST_REGION_BYTES * size, min(_LARGEST_SLOT_BYTES, share))
 
 
 class NativeSlots:
@@ -69,7 +74,7 @@ class NativeSlots:
         """Use memory that the ranks share (collective).
 
         Args:
-            memory: The shared memory, of `segment_bytes(comm.size)` bytes.
+            memory: The shared memory, of `memory_bytes(comm.size)` bytes.
             on_wait: Called every millisecond while other ranks are late; may raise an exception.
         """
         library = c_library.load()
@@ -89,17 +94,16 @@ class NativeSlots:
             pause_ns=_PAUSE_NS,
             rank=comm.rank,
             size=comm.size,
-            spins=_SPINS_IF_CROWDED if _is_crowded(comm) else _SPINS,
+            spins=_POLLS_BEFORE_YIELD_IF_CROWDED if _gather_is_crowded(comm) else _POLLS_BEFORE_YIELD,
         )
         self._address = ctypes.addressof(self._state)
 
     def reduce(self, tensor: torch.Tensor, root: int | None = None, *, divisor: int = 1) -> bool:
         """Reduce in place, and divide the sum; the root has the result, or all ranks if it is None."""
-        kind, numbers = c_library.KINDS[tensor.dtype]
         operation = c_library.ALL_REDUCE if root is None else c_library.REDUCE
         address = tensor.data_ptr() if tensor.is_cpu else None
-        call = c_library.call(operation, kind, tensor.dtype, root or 0, divisor)
-        ran = self._run(call, address, address, numbers * tensor.numel())
+        call = c_library.reducing(operation, tensor.dtype, root or 0, divisor)
+        ran = self._run(call, address, address, c_library.KINDS[tensor.dtype][1] * tensor.numel())
         if root in (None, self.rank):
             _note_write(tensor)
         return ran
@@ -108,15 +112,14 @@ class NativeSlots:
         """Reduce a tensor with a block for each rank, and divide the sum.
 
         Args:
-            out: Receives this rank's block, and may be that block. For a tensor of `c_library.NARROW_FLOATS`, it may be
+            out: Receives this rank's block, and may be that block. For a tensor of bfloat16 or float16, it may be
                 in float32, and then receives the sums before they are rounded.
         """
-        kind, numbers = c_library.KINDS[tensor.dtype]
         address = tensor.data_ptr() if tensor.is_cpu and out.is_cpu else None
-        call = c_library.call(c_library.REDUCE_SCATTER, kind, tensor.dtype, 0, divisor)
+        call = c_library.reducing(c_library.REDUCE_SCATTER, tensor.dtype, divisor=divisor)
         if out.dtype != tensor.dtype:
             call |= c_library.IS_WIDE
-        ran = self._run(call, address, out.data_ptr(), numbers * out.numel())
+        ran = self._run(call, address, out.data_ptr(), c_library.KINDS[tensor.dtype][1] * out.numel())
         _note_write(out)
         return ran
 
@@ -188,7 +191,7 @@ class NativeSlots:
     def _published(self) -> tuple[list[int], list[int]]:
         """Return the calls and the numbers of bytes that the ranks have published for the current step."""
         lines = self._memory[: _head_bytes(self.size)].view(torch.int64).view(-1, c_library.LINE_BYTES // 8)
-        first = 1 + self._state.number % _BUFFERS * self.size
+        first = 1 + self._state.number % _NUM_BUFFERS * self.size
         return tuple(lines[first : first + self.size, 1:3].t().tolist())
 
 
@@ -207,7 +210,7 @@ def _note_write(tensor: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def _is_crowded(comm: Intracomm) -> bool:
+def _gather_is_crowded(comm: Intracomm) -> bool:
     """Return whether ranks must share cores (collective)."""
     cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
     return comm.size > len(cores)
@@ -231,3 +234,88 @@ def _different_blocks(sizes: Sequence[int]) -> RuntimeError:
         f"the tensors of the root's list must have the sizes of the ranks' tensors, which have "
         f"{', '.join(map(str, sizes))} bytes in rank order.\nPass a list of tensors of these sizes on the root."
     )
+
+
+# -- the shared memory -------------------------------------------------------------------------------------------------
+
+
+class NoSharedMemoryError(MpicommError):
+    """The ranks of a node cannot share memory."""
+
+
+def share_memory(comm: Intracomm, nbytes: int) -> torch.Tensor:
+    """Return memory, as bytes, that all ranks of `comm` share (collective). It is mapped as long as the tensor lives.
+
+    It has no name in any file system, and is freed with the last process that maps it: one rank creates a file in
+    memory (memfd_create) and reserves its pages; the other ranks open it through that rank's entry in /proc, which
+    requires the same user and the same PID namespace. The size of /dev/shm does not limit it.
+
+    Raises:
+        NoSharedMemoryError: On all ranks, if one of them cannot share the memory.
+    """
+    memory: torch.Tensor | None = None
+    descriptor: int | None = None
+
+    def create() -> tuple[int, int, bytes]:
+        nonlocal descriptor, memory
+        try:
+            descriptor, memory = _create_memory(nbytes)
+        except Exception as error:
+            raise NoSharedMemoryError(f"failed to reserve {nbytes >> 20} MiB: {error}") from error
+        return os.getpid(), descriptor, _token(memory)
+
+    def open_() -> None:
+        nonlocal memory
+        memory = _open_memory(offer, nbytes) if memory is None else memory
+
+    def failed(_rank: int, why: str) -> NoSharedMemoryError:
+        return NoSharedMemoryError(f"failed to open the memory of another rank: {why}")
+
+    offer = agreement.run_on_rank_0(comm, create)
+    try:
+        agreement.run_on_all_ranks(comm.allgather, open_, Exception, failed)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)  # all ranks have mapped it, or have failed to
+    assert memory is not None
+    return memory
+
+
+def _create_memory(nbytes: int) -> tuple[int, torch.Tensor]:
+    """Create a file in memory; return its descriptor and its memory, which begins with a random token."""
+    descriptor = os.memfd_create("mpicomm", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)  # otherwise access to a page could kill the process
+        memory = _map(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    memory[:_TOKEN_BYTES] = torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8)
+    return descriptor, memory
+
+
+def _open_memory(offer: tuple[int, int, bytes], nbytes: int) -> torch.Tensor:
+    """Open the memory that another rank has created.
+
+    Raises:
+        OSError: If it cannot be opened, or if the process ID belongs to another process in this rank's PID namespace.
+    """
+    pid, descriptor, token = offer
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(opened).st_size != nbytes:
+            raise OSError(f"process {pid} is a different process in this rank's PID namespace")
+        memory = _map(opened, nbytes)
+    finally:
+        os.close(opened)
+    if _token(memory) != token:
+        raise OSError(f"process {pid} is a different process in this rank's PID namespace")
+    return memory
+
+
+def _token(memory: torch.Tensor) -> bytes:
+    return bytes(memory[:_TOKEN_BYTES].numpy())
+
+
+def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)

@@ -19,10 +19,10 @@ from mpicomm import mpi, torch_internals
 from mpicomm.arguments import Deadline
 from mpicomm.backend.execution import future_callbacks
 from mpicomm.backend.execution.group_state import GroupState
-from mpicomm.backend.execution.work import BackendWork, CompletedWork, Timeout, WorkBatch, deadline_of
+from mpicomm.backend.execution.work import BackendWork, CompletedWork, WaitTimeout, WorkBatch, deadline_of
 from mpicomm.backend.execution.worker_thread import require_threads
-from mpicomm.backend.gpu.staging import Transport
 from mpicomm.backend.gpu.thread_device import ThreadDevice
+from mpicomm.backend.gpu.transport import Transport
 from mpicomm.backend.transfer import buffers, dtypes, mpi_calls
 from mpicomm.errors import MpicommError
 from mpicomm.recorder import flight_recorder
@@ -36,8 +36,8 @@ _BUFFERED_BYTES = 2**12  # MPI may copy messages of this size, and completes the
 _REAP_ABOVE = 32  # messages in flight above which the group looks for completed ones
 _LAST_MESSAGES_SECONDS = 1.0  # for messages in flight to complete when the group is destroyed
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
-_SHARE = 19  # a pause is at least this many times as long as the round before it, up to the following limit
-# A round is also long if its thread was suspended or waited for the GIL, and `stop` waits for the pause.
+_MAX_POLLING_SHARE = 0.05  # of a core: the poller pauses in proportion to the time of the round before
+# seconds: a round is also long if its thread was suspended or waited for the GIL, and `stop` waits for the pause
 _LONGEST_PROPORTIONAL_PAUSE = 0.25
 _QUIET_SECONDS = 0.1  # without messages, before the poller sleeps until the next one; waking it costs the caller time
 
@@ -71,7 +71,7 @@ class PendingMessages:
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> MessageWork | CompletedWork:
         """Start sending; the work completes when the tensor may be modified again."""
         operation = self._note("send", tensor, dst, tag)
-        dense = self.transport.fetch(tensor)
+        dense = self.transport.for_sending(tensor)
         request = mpi_calls.send(self._comm, dense, dst, tag)
         if tensor.nbytes > _BUFFERED_BYTES or torch_internals.is_profiling() or not request.Test():
             return self._track("send", MessageWork([tensor], request, dense, operation, self))
@@ -81,7 +81,7 @@ class PendingMessages:
     def receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Start receiving from `src`, or from the first rank that sends if it is None."""
         operation = self._note("recv", tensor, src, tag)
-        dense, bring = self.transport.expect(tensor)
+        dense, copy_to_tensor = self.transport.for_receiving(tensor)
 
         def arrived(status: Any) -> None:
             if src is None:
@@ -89,7 +89,7 @@ class PendingMessages:
                 operation.number_message(status.tag)
             _check_count(status, dense)
             with buffers.mode_of(tensor):
-                bring()
+                copy_to_tensor()
 
         source = mpi.api().ANY_SOURCE if src is None else src
         request = mpi_calls.receive(self._comm, dense, source, tag)
@@ -99,11 +99,13 @@ class PendingMessages:
     def _note(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Operation:
         """Record a message in the flight recorder."""
         self._state.check_open()
-        operation = flight_recorder.note(self._record, name, tensor.dtype, tensor.numel(), peer, True, False)
+        operation = flight_recorder.note(
+            self._record, name, tensor.dtype, tensor.numel(), peer, is_message=True, is_running=False
+        )
         if peer is not None:
             operation.number_message(tag)
         if self._state.raises_timeouts:
-            operation.limit = None
+            operation.exempt_from_watchdog()
         return operation
 
     def _track(self, name: str, work: MessageWork) -> MessageWork:
@@ -114,11 +116,11 @@ class PendingMessages:
         if torch_internals.is_profiling():
             self._spans[work] = torch_internals.start_event(f"{self.backend_name}:{name}", work.result())
         self._in_flight.add(work)
-        self._let_advance(work)
+        self._wake_poller(work)
         self._batch.add(work)
         return work
 
-    def _let_advance(self, work: MessageWork) -> None:
+    def _wake_poller(self, work: MessageWork) -> None:
         """Wake the poller thread, so that the message progresses while its rank computes."""
         poller = self._poller
         if (poller is not None and not poller.is_idle) or work.is_completed() or not mpi.serves_threads():
@@ -142,7 +144,7 @@ class PendingMessages:
 
     def is_sending(self) -> bool:
         """Return whether sent messages are still in flight."""
-        return any(work.is_sent for work in list(self._in_flight))
+        return any(work.is_send for work in list(self._in_flight))
 
     # -- shutdown ------------------------------------------------------------------------------------------------
 
@@ -151,9 +153,9 @@ class PendingMessages:
         if self._poller is not None:
             self._poller.stop()
 
-    def finish(self) -> bool:
+    def wait_for_all(self) -> bool:
         """Wait for the messages in flight, for a second; return whether all have completed, and warn if not."""
-        if mpi.poll(lambda: not self._are_left(), _LAST_MESSAGES_SECONDS, longest_pause=1e-4):
+        if mpi.poll(lambda: not self._test_in_flight(), _LAST_MESSAGES_SECONDS, longest_pause=1e-4):
             return True
         warnings.warn(
             f"group {self._record.name} is destroyed with {len(self._in_flight)} messages in flight. "
@@ -181,17 +183,17 @@ class PendingMessages:
         with self._starting:
             if self._poller is None:
                 require_threads()
-                self._poller = Poller(f"mpicomm-poller-{self._record.name}", self._are_left)
+                self._poller = Poller(f"mpicomm-poller-{self._record.name}", self._test_in_flight)
             return self._poller
 
-    def _are_left(self) -> bool:
+    def _test_in_flight(self) -> bool:
         """Test every message in flight once; return whether any remains in flight."""
         self.advance()
         return bool(self._in_flight)
 
 
 def _check_count(status: Any, dense: torch.Tensor) -> None:
-    count = mpi_calls.received(status, dense.dtype)
+    count = mpi_calls.received_count(status, dense.dtype)
     if count != dense.numel():
         raise RuntimeError(
             f"recv: expected {dense.numel()} elements of {dtypes.short(dense.dtype)} from rank {status.source} "
@@ -208,23 +210,23 @@ class MessageWork(BackendWork):
         request: Request,
         memory: torch.Tensor,
         operation: Operation,
-        keeper: PendingMessages,
+        messages: PendingMessages,
         arrived: Callable[[Any], None] | None = None,
     ) -> None:
         """Manage an MPI request.
 
         Args:
             memory: The memory that MPI reads or writes; kept alive until the message has completed.
-            keeper: Keeps this work alive until the message has completed, and completes the future if one is requested.
+            messages: Keeps this work alive until the message has completed, and completes a requested future.
             arrived: Called with the MPI status of a received message; None for a send.
         """
         super().__init__(tensors)
         self._request = request
         self._memory: torch.Tensor | None = memory
         self._operation = operation
-        self._keeper = keeper
+        self._messages = messages
         self._arrived = arrived
-        self.is_sent = arrived is None
+        self.is_send = arrived is None
         self._status = mpi.api().Status()
         self._lock = threading.Lock()  # MPI forbids two threads to complete one request
         self._asking = threading.Lock()  # guards the creation of the future
@@ -232,7 +234,7 @@ class MessageWork(BackendWork):
         self._error: Exception | None = None
         self._future: torch.futures.Future[Any] | None = None
 
-    def wait(self, timeout: Timeout = None) -> bool:
+    def wait(self, timeout: WaitTimeout = None) -> bool:
         """Wait until the message is sent or received.
 
         Raises:
@@ -243,7 +245,7 @@ class MessageWork(BackendWork):
             flight_recorder.refuse_children()
             self._operation.begin()
             try:
-                self._wait(deadline_of(timeout) or deadline_of(self._keeper.timeout_of_messages))
+                self._wait(deadline_of(timeout) or deadline_of(self._messages.timeout_of_messages))
             finally:
                 self._operation.pause()
         if self._error is not None:
@@ -253,13 +255,13 @@ class MessageWork(BackendWork):
     def _wait(self, deadline: Deadline | None) -> None:
         if deadline is not None:
             if not mpi.poll(self.is_completed, deadline):
-                raise self._late(deadline.seconds)
+                raise self._timeout_error(deadline.seconds)
         elif self._future is not None:
             self._future.wait()
         else:
             with self._lock:
                 if not self._done:
-                    self._settle(lambda: self._request.Wait(self._status))
+                    self._complete_request(lambda: self._request.Wait(self._status))
 
     def is_completed(self) -> bool:
         """Return whether the message has completed; each call progresses it."""
@@ -269,7 +271,7 @@ class MessageWork(BackendWork):
             return self._done
         try:
             if not self._done:
-                self._settle(lambda: self._request.Test(self._status))
+                self._complete_request(lambda: self._request.Test(self._status))
             return self._done
         finally:
             self._lock.release()
@@ -301,18 +303,18 @@ class MessageWork(BackendWork):
             if self._future is None:
                 self._future = torch_internals.future_of(self.tensors)
                 if self._done:
-                    self.finish()
+                    self.complete_future()
                 else:
-                    self._keeper.watch(self)
+                    self._messages.watch(self)
             return self._future
 
-    def finish(self) -> None:
+    def complete_future(self) -> None:
         """Complete the future; its callbacks run on the calling thread, that of the poller."""
         assert self._future is not None
         error = self._error
         if not self._done:
             error = MpicommError(
-                f"the group was destroyed before {self._what()} completed.\n"
+                f"the group was destroyed before {self._description()} completed.\n"
                 f"Call wait() on its work before you destroy the group."
             )
         if error is None:
@@ -320,21 +322,21 @@ class MessageWork(BackendWork):
         else:
             self._future.set_exception(error)
 
-    def _late(self, seconds: float) -> TimeoutError:
+    def _timeout_error(self, seconds: float) -> TimeoutError:
         partners = [rank for rank in self._operation.needs if rank != dist.get_rank()]
         partner = f"rank {partners[0]}" if len(partners) == 1 else "any other rank"
         return TimeoutError(
-            f"{self._what()} timed out after {seconds:g} s, waiting for {partner}.\n"
+            f"{self._description()} timed out after {seconds:g} s, waiting for {partner}.\n"
             f"Wait longer (the message remains in flight), or call mpicomm.dump_flight_recorder() on "
             f"{partner} to see its last operations."
         )
 
-    def _what(self) -> str:
+    def _description(self) -> str:
         tensor = self.tensors[0]
         direction = "send" if self._arrived is None else "recv"
         return f"{direction} of {dtypes.short(tensor.dtype)}{list(tensor.shape)}"
 
-    def _settle(self, complete: Callable[[], bool]) -> None:
+    def _complete_request(self, complete: Callable[[], bool]) -> None:
         """Complete the request if it is done; the caller holds the lock."""
         try:
             if not complete():
@@ -343,20 +345,20 @@ class MessageWork(BackendWork):
                 self._arrived(self._status)
         except mpi.api().Exception as error:
             self._error = rank_failures.error_after(error) or RuntimeError(
-                f"{self._what()} failed: {error}.\nCheck that both ranks pass the same size."
+                f"{self._description()} failed: {error}.\nCheck that both ranks pass the same size."
             )
         except Exception as error:  # noqa: BLE001  wait() raises it, on its caller's thread
             self._error = error
         self._memory = None
         self._done = True
         self._operation.finish()
-        self._keeper.forget(self)
+        self._messages.forget(self)
 
 
 class Poller:
     """Progresses a group's messages, which advance only during MPI calls, and completes their futures.
 
-    It uses at most a twentieth of a core's time, however many messages are in flight.
+    It uses at most `_MAX_POLLING_SHARE` of a core, however many messages are in flight.
     """
 
     def __init__(self, name: str, advance: Callable[[], bool]) -> None:
@@ -382,7 +384,7 @@ class Poller:
                 self._watched.append(work)
                 self._changed.notify()
                 return
-        work.finish()
+        work.complete_future()
 
     def rouse(self) -> None:
         """Wake the thread, to test the messages in flight again."""
@@ -398,13 +400,13 @@ class Poller:
         if threading.get_ident() != self._thread.ident:
             self._thread.join()
         for work in self._watched:
-            work.finish()
+            work.complete_future()
 
     def _run(self) -> None:
         pause, quiet_since = _SHORTEST_PAUSE, time.monotonic()
         while not self._stopping:
             start = time.monotonic()
-            if self._look():
+            if self._test_messages():
                 quiet_since = start
             is_moving = self._finish_watched()
             pause = _SHORTEST_PAUSE if is_moving else min(2 * pause, _LONGEST_PAUSE)
@@ -412,10 +414,10 @@ class Poller:
             if not self._watched and now - quiet_since > _QUIET_SECONDS:
                 self._wait_for_more()
                 pause, quiet_since = _LONGEST_PAUSE, time.monotonic()
-            least = min(_SHARE * (now - start), _LONGEST_PROPORTIONAL_PAUSE)
-            time.sleep(max(pause if self._watched else _LONGEST_PAUSE, least))
+            proportional = min((1 / _MAX_POLLING_SHARE - 1) * (now - start), _LONGEST_PROPORTIONAL_PAUSE)
+            time.sleep(max(pause if self._watched else _LONGEST_PAUSE, proportional))
 
-    def _look(self) -> bool:
+    def _test_messages(self) -> bool:
         self._gpu.enter()
         return self._advance()
 
@@ -423,20 +425,20 @@ class Poller:
         """Complete the futures of completed messages; return whether there were any."""
         with self._changed:
             watched = list(self._watched)
-        through = {work for work in watched if work.is_completed()}
+        completed = {work for work in watched if work.is_completed()}
         with self._changed:
-            self._watched = [work for work in self._watched if work not in through]
-        if through:
-            with future_callbacks.of_messages():
-                for work in through:
-                    work.finish()
-        return bool(through)
+            self._watched = [work for work in self._watched if work not in completed]
+        if completed:
+            with future_callbacks.running_message_callbacks():
+                for work in completed:
+                    work.complete_future()
+        return bool(completed)
 
     def _wait_for_more(self) -> None:
         """Sleep until messages may be in flight again."""
         with self._changed:
             self.is_idle = True  # set before the last test: a thread reads this after it has added a message
-            while not (self._watched or self._stopping or self._look()):
+            while not (self._watched or self._stopping or self._test_messages()):
                 self._changed.wait()
             self.is_idle = False
 
