@@ -146,7 +146,7 @@ class ShardReplicas:
             optim_state_dict=optimizer,
             options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
         )
-        state.load_of_all_ranks(parts, description.run)
+        state.load_shared_state(parts, description.run)
         return True
 
 
@@ -177,7 +177,7 @@ def _copied(parts: Assembly, *, has_callbacks: bool) -> tuple[_Description, list
     tensors = [parallel.local(tensor).detach().to("cpu", copy=True).contiguous() for _, tensor in named]
     are_sharded = [isinstance(tensor, DTensor) for _, tensor in named]
     run = copy.deepcopy(
-        state.of_all_ranks(parts, has_callbacks=has_callbacks)
+        state.shared_state(parts, has_callbacks=has_callbacks)
     )  # the states of callbacks are not copies
     return _Description([name for name, _ in named], are_sharded, optimizer["param_groups"], run), tensors
 

@@ -110,8 +110,8 @@ class TrainingLoop:
     def _evaluate_epoch(self) -> None:
         """Evaluate after an epoch; its last step may have been evaluated already, which counts once."""
         position, names = self.position, evaluation_metrics(dict.fromkeys(("loss", *self.fit_call.metrics), 0.0), 0)
-        is_new = position.evaluated_step != position.step or position.evaluated_figures.keys() != names.keys()
-        metrics = self._evaluated() if is_new else position.evaluated_figures
+        is_new = position.evaluated_step != position.step or position.evaluated_metrics.keys() != names.keys()
+        metrics = self._evaluated() if is_new else position.evaluated_metrics
         position.add_evaluation(metrics)
         self.reporter.evaluation(position)
         if is_new:
@@ -211,7 +211,7 @@ class TrainingLoop:
             # As a checkpoint does, so that a resumed run evaluates the same model.
             parallel.share_buffers(self.parts.wrapped.inner)
             metrics = self._evaluated()
-            self.position.evaluated_step, self.position.evaluated_figures = self.position.step, metrics
+            self.position.evaluated_step, self.position.evaluated_metrics = self.position.step, metrics
             self.reporter.step_evaluation(self.position, metrics)
             self._call(Callback.on_eval_end, metrics)
 

@@ -57,7 +57,7 @@ finally:
         ranks=2,
     ),
     Mutant(
-        "load_of_all_ranks",
+        "load_shared_state",
         old='parts.callbacks.load(run["callbacks"])',
         fault="A resumed run starts with new states of its callbacks.",
         tests="tests/training/test_callbacks.py -k in_parts",
@@ -176,7 +176,7 @@ finally:
     ),
     Mutant(
         "_Marked.is_original",
-        old='self.mark.get("inode") == self.path.lstat().st_ino',
+        old='self.mark["inode"] == self.path.lstat().st_ino',
         new="True",
         fault="A copy of a checkpoint that the user has made is removed as an old checkpoint.",
         tests="tests/unit/test_run_directory.py -k copied_directory",
