@@ -193,11 +193,11 @@ def table(runs: Sequence[RunMetrics]) -> Table:
     return terminal.table(["", *names], rows, right=names, title="runs" if len(runs) > 1 else "run")
 
 
-def shown_seconds(seconds: float) -> str:
+def format_duration_with_unit(seconds: float) -> str:
     """Return a duration with its unit: `3.2 s`, `1:05 min` or `2:00:10 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    return f"{terminal.clock(seconds)} {'min' if round(seconds) < 3600 else 'h'}"
+    return f"{terminal.format_duration(seconds)} {'min' if round(seconds) < 3600 else 'h'}"
 
 
 def _column(run: RunMetrics, metrics: Sequence[str]) -> dict[str, str]:
@@ -216,7 +216,7 @@ def _column(run: RunMetrics, metrics: Sequence[str]) -> dict[str, str]:
         "epochs": str(run.epochs),
         "steps": f"{run.steps:,}",
         "samples": f"{run.samples:,}",
-        "training time": shown_seconds(run.training_seconds),
+        "training time": format_duration_with_unit(run.training_seconds),
         "samples/s": _known(run.samples_per_s, "{:,.0f}"),
         "loss, last": _known(run.last_loss, "{:.4g}"),
         **evaluations,

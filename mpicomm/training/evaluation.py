@@ -115,7 +115,7 @@ class Averages:
     def reduce(self) -> tuple[dict[str, float], int]:
         """Return the means over the samples of all ranks, and the number of these samples (collective)."""
         sums = [total.item() for total in self._sums.values()]
-        *totals, count = rank_sync.reduced([*sums, self.count])
+        *totals, count = rank_sync.sum_over_ranks([*sums, self.count])
         return {name: total / max(count, 1) for name, total in zip(self._sums, totals, strict=True)}, int(count)
 
 

@@ -32,7 +32,7 @@ from mpicomm.training.data import LoaderOptions
 from mpicomm.training.loggers import Logger, LoggerArgument
 from mpicomm.training.recovering_calls import Recovery
 from mpicomm.training.state import Position
-from mpicomm.training.step_metrics import Clock
+from mpicomm.training.step_metrics import StepTimer
 
 STYLES = ("auto", "bar", "lines", "none")
 _SHOW_SECONDS = 0.1  # between two updates of the bar: rendering it takes about a millisecond
@@ -79,7 +79,7 @@ class Reporter:
             sinks: Functions that take each entry: of the metrics file and the loggers, on rank 0.
             display: Prints on rank 0.
         """
-        self.clock = Clock(world.device)
+        self.timer = StepTimer(world.device)
         self._world, self._sinks, self._display = world, sinks, display
         self._begun = self._logged = time.monotonic()
         self._samples = 0  # of all ranks, since this process started
@@ -88,7 +88,7 @@ class Reporter:
         self._loss: float | None = None
         self._next_show = 0.0
         self._gpu_utilization: list[int] = []
-        self._parts = dict.fromkeys(self.clock.parts, 0.0)
+        self._parts = dict.fromkeys(self.timer.parts, 0.0)
         self._recovery: Recovery | None = None  # until the next step is complete
 
     def write(self, event: str, position: Position, line: str = "", /, **values: Any) -> None:
@@ -155,7 +155,7 @@ class Reporter:
         """Write a step entry that covers the steps since the last one, with the values that the user has logged."""
         now = time.monotonic()
         self._loss = self._loss if loss is None else loss
-        parts = self.clock.reset()
+        parts = self.timer.reset()
         for name, part_seconds in parts.items():
             self._parts[name] += part_seconds
         seconds = max(now - self._logged, 1e-9)
@@ -222,7 +222,7 @@ class Reporter:
             of_parts = sum(self._parts.values()) or 1.0
             rows = {
                 "steps": f"{position.step:,} in {position.epoch} epochs",
-                "time": f"{terminal.clock(seconds)} (evaluation {terminal.clock(self._excluded)})",
+                "time": f"{terminal.format_duration(seconds)} (evaluation {terminal.format_duration(self._excluded)})",
                 "samples/s": f"{self._rate():,.0f} on {_shown_ranks(self._world.size)}",
                 "rank 0's steps": ", ".join(f"{value / of_parts:.0%} {name}" for name, value in self._parts.items()),
             }
@@ -360,7 +360,7 @@ class Display:
         if self._samples is None:
             return ""
         seconds = (self._samples - epoch * (self._total or 0) - consumed) / max(rate, 1e-9)
-        return f"  {terminal.clock(seconds)} left"
+        return f"  {terminal.format_duration(seconds)} left"
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""

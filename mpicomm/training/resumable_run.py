@@ -114,7 +114,7 @@ class StepVote:
         """Start the sum of these numbers, of which all ranks have equally many."""
         self._own = np.array(numbers, np.float64)
         if self._recovers:
-            self._sums = np.array(rank_sync.reduced(numbers))
+            self._sums = np.array(rank_sync.sum_over_ranks(numbers))
         elif self._comm is not None:
             self._sums = np.empty_like(self._own)
             self._pending = self._comm.Iallreduce(self._own, self._sums)
@@ -272,7 +272,7 @@ class ResumableRun:
     def stop(self, reporter: Reporter) -> NoReturn:
         """Save a checkpoint, and raise `Preempted` (collective)."""
         position = self._parts.position
-        why = rank_sync.reasons(self._stop_request.why)
+        why = rank_sync.gather_stop_reasons(self._stop_request.why)
         self.save(reporter, wait=True)
         line = f"{why}: stopped at step {position.step} after saving a checkpoint; start the run again to resume"
         reporter.write("preempted", position, line, why=why)
@@ -282,7 +282,7 @@ class ResumableRun:
         """Report why the run ends before its last epoch, if ranks have requested it (collective)."""
         position = self._parts.position
         if self.is_ending:
-            why = rank_sync.reasons(self._limits.why)
+            why = rank_sync.gather_stop_reasons(self._limits.why)
             reporter.write("ended", position, f"{why}: ended at step {position.step}", why=why)
 
 

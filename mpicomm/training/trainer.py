@@ -101,7 +101,7 @@ class Trainer:
     tuples, lists, mappings and dataclasses. It passes other values, such as strings, unchanged.
     """
 
-    @foreign_arguments.explained("Trainer")
+    @foreign_arguments.suggest_arguments("Trainer")
     def __init__(
         self,
         model: nn.Module,
@@ -341,7 +341,7 @@ class Trainer:
     def loss_fn(self, loss_fn: batches.LossFunction | None) -> None:
         self._assembly.step.loss_fn = loss_fn
 
-    @foreign_arguments.explained("fit")
+    @foreign_arguments.suggest_arguments("fit")
     def fit(
         self,
         train_data: Any,
@@ -454,7 +454,7 @@ class Trainer:
         TEXT.check(event, "event", "write_metrics")
         self._reporter.write(event, self.position, **values)
 
-    @foreign_arguments.explained("evaluate")
+    @foreign_arguments.suggest_arguments("evaluate")
     def evaluate(
         self, data: Any, metrics: Mapping[str, evaluation.Metric] | None = None, *, shard: bool | None = None
     ) -> dict[str, float]:
@@ -478,7 +478,7 @@ class Trainer:
         SHARD.check(shard, "shard", "evaluate")
         return self._called(functools.partial(self._evaluate, data, metrics or {}, shard))
 
-    @foreign_arguments.explained("predict")
+    @foreign_arguments.suggest_arguments("predict")
     def predict(
         self, data: Any, *, has_targets: bool = True, all_ranks: bool = False, shard: bool | None = None
     ) -> Any:

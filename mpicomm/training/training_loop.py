@@ -137,16 +137,16 @@ class TrainingLoop:
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
         position.data = rank_sync.begin_epoch(train, position.data if position.steps_of_epoch else ())
         self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
-        clock, device = self.reporter.clock, self.parts.world.device
+        timer, device = self.reporter.timer, self.parts.world.device
         aligned = rank_sync.aligned_steps(
-            train, steps, lambda: rank_sync.padding(train, self._last_step, device), clock
+            train, steps, lambda: rank_sync.padding(train, self._last_step, device), timer
         )
         remaining = limits.remaining(aligned, position)
         while True:
-            clock.start()
+            timer.start()
             self._seed("step", position.step)
             step = next(remaining, None)
-            clock.add("data")
+            timer.add("data")
             if step is None:
                 return True
             self._take_step(step, step.total)
@@ -159,8 +159,8 @@ class TrainingLoop:
     def _take_step(self, step: Step, count: int) -> None:
         """Run one optimizer step on the mean loss of `count` samples of all ranks (collective)."""
         # 1. accumulate the gradients
-        clock = self.reporter.clock
-        is_finite = self.parts.step.accumulate(step, count, clock)
+        timer = self.reporter.timer
+        is_finite = self.parts.step.accumulate(step, count, timer)
         # 2. start the vote of the ranks, then update the parameters or skip the step on all ranks
         metrics, recovers = self.parts.metrics, self.calls is not None
         if recovers:
@@ -175,10 +175,10 @@ class TrainingLoop:
             if self.parts.step.update():
                 self._step_scheduler("step")
         else:
-            samples = rank_sync.samples(step, is_finite)
+            samples = rank_sync.gather_nonfinite_samples(step, is_finite)
             self.parts.step.discard()
             self.reporter.write("skipped", self.position, rank_samples=samples)
-        clock.add("compute")
+        timer.add("compute")
         # 3. count the step
         position = self.position
         position.advance(count, losses)
@@ -255,7 +255,7 @@ class TrainingLoop:
     def _log(self) -> None:
         metrics = self.parts.metrics
         if self.calls is None:
-            self.position.add_losses(*metrics.add_reduced(rank_sync.reduced(metrics.take())))
+            self.position.add_losses(*metrics.add_reduced(rank_sync.sum_over_ranks(metrics.take())))
         means = metrics.take_means()
         self.reporter.log(self.position, means.pop(LOSS, None), self.parts.optimizer, means)
 

@@ -14,7 +14,7 @@ from mpicomm import arguments
 from mpicomm.training import batches, parallel, randomness
 from mpicomm.training.batches import LossFunction, OwnStep
 from mpicomm.training.data import Batch, Step
-from mpicomm.training.step_metrics import LOSS, Clock
+from mpicomm.training.step_metrics import LOSS, StepTimer
 
 if TYPE_CHECKING:
     from mpicomm.training.assembly import Assembly
@@ -168,7 +168,7 @@ class TrainingStep:
         with self.parts.precision.arithmetic():
             return model(*call.args, **call.kwargs)
 
-    def accumulate(self, step: Step, count: int, clock: Clock) -> bool:
+    def accumulate(self, step: Step, count: int, timer: StepTimer) -> bool:
         """Accumulate the gradients of the batches, and return whether their losses are finite (collective).
 
         The gradients are those of the mean loss of all samples; the last backward pass reduces them over the ranks.
@@ -176,7 +176,7 @@ class TrainingStep:
         Args:
             step: The batches of this rank.
             count: The number of samples of all ranks.
-            clock: Measures the time of the backward passes.
+            timer: Measures the time of the backward passes.
 
         Raises:
             TrainingError: If a loss is not finite, unless such steps are skipped.
@@ -186,7 +186,7 @@ class TrainingStep:
         is_first, self._is_first = self._is_first, False
         if is_first:
             self._warm_up(step.batches[0])
-            clock.start()
+            timer.start()
         if not self._wrapped.broadcasts_buffers:
             parallel.share_buffers(self._wrapped.inner)
         metrics = self.parts.metrics
@@ -202,7 +202,7 @@ class TrainingStep:
                 # DDP and FSDP average over the ranks with equal weights, so scale by this rank's share of the samples.
                 weight = batch.count * self.parts.world.size / count
                 self.parts.precision.backward(loss if weight == 1 else loss * weight)
-            clock.add_backward(is_synchronized=is_last)
+            timer.add_backward(is_synchronized=is_last)
         if is_first:
             self._wrapped.check_backward()
         return is_finite

@@ -30,7 +30,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "most",
+        "rank_sync._aligned",
         old="dist.ReduceOp.MAX",
         new="dist.ReduceOp.MIN",
         fault="With different numbers of batches per rank in a step, batches beyond the smallest number are dropped.",
@@ -420,8 +420,8 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "begin_epoch",
-        old="was.get(name, value) != value",
-        new="name == _FIRST and was.get(name, value) != value",
+        old="old_values.get(name, value) != value",
+        new="name == _FIRST and old_values.get(name, value) != value",
         fault="A run continues within an epoch with data of another kind, and repeats or loses samples.",
         tests="tests/training/test_uneven.py -k same_data_only",
         ranks=2,
@@ -452,8 +452,8 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "_check_first_samples",
-        old="len(of_rank) > 1",
-        new="source.is_shared and len(of_rank) > 1",
+        old="len(own) > 1",
+        new="source.is_shared and len(own) > 1",
         fault="Of a queue that the workers of a rank read, each worker drops the samples of the others.",
         tests="tests/training/test_uneven.py -k differs_between_workers",
         ranks=2,
@@ -481,7 +481,7 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "_check_first_samples",
-        old="of_rank != digests[0]",
+        old="own != digests[0]",
         new="False",
         fault="The share of each rank is split again, and most of the samples are lost.",
         tests="tests/training/test_uneven.py -k splits_itself_by_rank",
@@ -518,7 +518,7 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "agreed_source",
-        old='_compare(of_ranks, call, "Pass the same arguments on every rank.")',
+        old='_compare(arguments_by_rank, call, "Pass the same arguments on every rank.")',
         fault="Ranks with different limits train until one of them waits for the others.",
         tests="tests/training/test_uneven.py -k compare_the_limits",
         ranks=2,
@@ -614,10 +614,10 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "TrainingLoop._log",
-        old="self.position.add_losses(*metrics.add_reduced(rank_sync.reduced(metrics.take())))",
+        old="self.position.add_losses(*metrics.add_reduced(rank_sync.sum_over_ranks(metrics.take())))",
         new="""
 own, number, new_names = metrics.take()
-total, count = metrics.add_reduced(rank_sync.reduced([own / max(number, 1), number, new_names]))
+total, count = metrics.add_reduced(rank_sync.sum_over_ranks([own / max(number, 1), number, new_names]))
 self.position.add_losses(total * count / dist.get_world_size(), count)
 """,
         fault="The loss of an epoch is the mean of the ranks' means, regardless of their numbers of samples.",
@@ -736,7 +736,7 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
     ),
     Mutant(
         "StopRequest._poll_scheduler",
-        old="stop_margin, is_first = min(stop_margin, left / 2), False",
+        old="stop_margin, is_first = min(stop_margin, remaining / 2), False",
         new="is_first = False",
         fault="A job with less time than the margin stops immediately, and never makes progress when restarted.",
         tests="tests/unit/test_leaving_in_time.py -k requests_a_stop",
@@ -765,7 +765,7 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         ranks=4,
     ),
     Mutant(
-        "Clock.add_backward",
+        "StepTimer.add_backward",
         old="now - self._last - exposed",
         new="now - self._last",
         fault="The time for which a rank waits for communication also counts as computation.",
@@ -1161,7 +1161,7 @@ synchronize()
     ),
     Mutant(
         "ResumableRun.stop",
-        old="rank_sync.reasons(self._stop_request.why)",
+        old="rank_sync.gather_stop_reasons(self._stop_request.why)",
         new="self._stop_request.why",
         fault="Preempted has no reason on the ranks that did not receive the signal.",
         tests="tests/training/test_checkpoints.py -k signal_to_one_rank",
@@ -1191,7 +1191,7 @@ synchronize()
         ranks=2,
     ),
     Mutant(
-        "explained",
+        "suggest_arguments",
         old='REMEDIES.get(f"{name}={value!r}")',
         new="None",
         fault='Values of other libraries, such as precision="bf16-mixed", are errors without the replacement.',
@@ -1199,7 +1199,7 @@ synchronize()
     ),
     Mutant(
         "_remedy",
-        old="what in owners",
+        old="method in owners",
         new="True",
         fault="The remedy for max_epochs of Trainer names an argument that Trainer does not have.",
         tests="tests/unit/test_foreign_arguments.py -k argument_of_another_library",
