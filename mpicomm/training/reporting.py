@@ -30,7 +30,7 @@ from mpicomm.metrics_file import MetricsFile
 from mpicomm.training import loggers
 from mpicomm.training.data import LoaderOptions
 from mpicomm.training.loggers import Logger, LoggerArgument
-from mpicomm.training.recovering_calls import Recovery
+from mpicomm.training.newest_state import Recovery
 from mpicomm.training.state import Position
 from mpicomm.training.step_metrics import StepTimer
 

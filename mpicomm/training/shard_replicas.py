@@ -26,7 +26,7 @@ Version = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HeldShards:
     """The shards of one version that a rank holds, for the agreement of the ranks."""
 
     version: Version
@@ -73,9 +73,11 @@ class ShardReplicas:
         self._versions: dict[Version, _Copies] = {}
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[HeldShards, ...]:
         """The shards that this rank holds: of one version, or of two if a refresh was interrupted."""
-        return tuple(Held(version, tuple(copies.shards), copies.size) for version, copies in self._versions.items())
+        return tuple(
+            HeldShards(version, tuple(copies.shards), copies.size) for version, copies in self._versions.items()
+        )
 
     def refresh(self, parts: Assembly, *, only_if_due: bool = False, has_callbacks: bool = True) -> None:
         """Copy this rank's shard, and exchange copies with the neighbours (collective).
@@ -99,7 +101,7 @@ class ShardReplicas:
         dist.barrier()
         self._versions = {version: self._versions[version]}
 
-    def restore(self, parts: Assembly, held: Sequence[Sequence[Held]]) -> bool:
+    def restore(self, parts: Assembly, held: Sequence[Sequence[HeldShards]]) -> bool:
         """Restore the newest version of which all shards are left, and return whether there is one (collective).
 
         Args:
@@ -150,7 +152,7 @@ class ShardReplicas:
         return True
 
 
-def newest_complete(held: Sequence[Sequence[Held]]) -> tuple[Version | None, list[int]]:
+def newest_complete(held: Sequence[Sequence[HeldShards]]) -> tuple[Version | None, list[int]]:
     """Return the newest version of which every shard is left, and the lowest rank that holds each shard.
 
     Args:

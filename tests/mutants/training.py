@@ -312,7 +312,7 @@ finally:
         tests="tests/recovery/test_recovery.py -k 'before_the_first_step and True'",
     ),
     Mutant(
-        "decide",
+        "newest_state.find",
         old="max",
         new="min",
         fault="After a failure the ranks return to the oldest state, and the newest step is lost.",
@@ -354,7 +354,7 @@ finally:
     ),
     Mutant(
         "RecoveringCalls.run",
-        old="self._returned <= len(self._results)",
+        old="self._started <= len(self._results)",
         new="False",
         fault="A spare repeats the calls that the other ranks have completed, and waits for them.",
         tests="tests/recovery/test_killed_training.py -k 'spares and not also'",
