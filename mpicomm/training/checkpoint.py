@@ -60,9 +60,6 @@ class Checkpoints:
         """
         # 1. create the saving thread
         self.directory = Path(directory).absolute()
-        self.kept: Collection[str] = ()
-        """The names of checkpoints that are never removed, as of the next save."""
-
         self._rank = dist.get_rank()
         self._uses_mpicomm = isinstance(dist.group.WORLD, MPIProcessGroup)
         self._in_background = mpi.serves_threads() if self._uses_mpicomm else dist.is_gloo_available()
@@ -131,20 +128,21 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, name: str, step: int, state: State, *, wait: bool) -> None:
+    def save(self, name: str, step: int, state: State, *, kept: Collection[str], wait: bool) -> None:
         """Write a checkpoint, in the background unless `wait` is set (collective).
 
         Args:
             name: The name of its directory. Names of later checkpoints must sort later alphabetically.
             step: The step of the run, for the marker and for messages.
             state: The content, which must not change until the checkpoint is complete.
+            kept: The names of checkpoints that this save does not remove.
             wait: Return after the checkpoint is complete. Implied where the backend cannot serve a second thread.
 
         Raises:
             CheckpointError: On every rank, if the previous checkpoint, or with `wait` this one, cannot be written.
         """
         self.wait()
-        self._running = self._pool.submit(self._save, name, step, state, self.kept)
+        self._running = self._pool.submit(self._save, name, step, state, kept)
         if wait or not self._in_background:
             self.wait()
 

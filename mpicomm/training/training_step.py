@@ -99,8 +99,8 @@ class StepOptions:
 class TrainingStep:
     """A training step: `accumulate`, then `update` or `discard`."""
 
-    def __init__(self, parts: Assembly, loss_fn: LossFunction | None, options: StepOptions) -> None:
-        self.loss_fn, self._own_step, self._options = loss_fn, options.own_step, options
+    def __init__(self, parts: Assembly, loss_fn: LossFunction | None) -> None:
+        self.loss_fn, self._own_step, self._options = loss_fn, parts.options.own_step, parts.options
         self.parts, self._wrapped, self._device = parts, parts.wrapped, parts.world.device
         self._buffers: list[torch.Tensor] = []
         self._is_first = self._is_first_call = True

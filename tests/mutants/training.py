@@ -473,7 +473,7 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "ResumableRun.save",
-        old="position.consumed and self.inexact is not None",
+        old="position.consumed and self._inexact is not None",
         new="False",
         fault="A checkpoint from which a run cannot resume exactly is saved without a warning.",
         tests="tests/training/test_uneven.py -k cannot_resume_exactly",
@@ -993,8 +993,8 @@ synchronize()
     # -- the trainer --------------------------------------------------------------------------------------
     Mutant(
         "Trainer._predict",
-        old="with self._opened_outside_fit(data, shard, 'predict', may_drop=False) as source:",
-        new="with self._opened_outside_fit(data, shard, 'predict') as source:",
+        old="with self._opened_data_outside_fit(data, shard, 'predict', may_drop=False) as source:",
+        new="with self._opened_data_outside_fit(data, shard, 'predict') as source:",
         fault="predict() omits the last samples of a DataLoader with drop_last.",
         tests="tests/training/test_predictions.py -k 'shuffles_and_drops and 0'",
         ranks=2,
@@ -1161,16 +1161,16 @@ synchronize()
     ),
     Mutant(
         "ResumableRun.stop",
-        old="rank_sync.gather_stop_reasons(self._stop_request.why)",
-        new="self._stop_request.why",
+        old="rank_sync.gather_stop_reasons(self._fit_call.stop_request.why)",
+        new="self._fit_call.stop_request.why",
         fault="Preempted has no reason on the ranks that did not receive the signal.",
         tests="tests/training/test_checkpoints.py -k signal_to_one_rank",
         ranks=2,
     ),
     Mutant(
-        "ResumableRun.ends_between_epochs",
+        "ResumableRun.vote_between_epochs",
         old="self.votes()[0].end > 0",
-        new="self._limits.requests_end",
+        new="self._fit_call.requests.end_reason is not None",
         fault="If a callback calls stop() on one rank after an epoch, the other ranks wait for it in the next epoch.",
         tests="tests/training/test_run_limits.py -k callback_on_one_rank",
         ranks=2,
