@@ -156,8 +156,8 @@ def seconds_of_slurm(text: str) -> float | None:
         total = 86400 * int(days or 0)
     except ValueError:  # UNLIMITED, NOT_SET, INVALID or nothing
         return None
-    for place, part in enumerate(reversed(parts)):  # leading units may be absent
-        total += part * 60**place
+    for exponent, part in enumerate(reversed(parts)):  # leading units may be absent
+        total += part * 60**exponent
     return float(total)
 
 

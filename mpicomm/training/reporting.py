@@ -187,7 +187,9 @@ class Reporter:
 
     def step_evaluation(self, position: Position, metrics: Mapping[str, float]) -> None:
         """Report an evaluation within an epoch."""
-        self.write("step_eval", position, f"step {position.step}: {_shown(metrics, {'eval_samples'})}", **metrics)
+        self.write(
+            "step_eval", position, f"step {position.step}: {_format_metrics(metrics, {'eval_samples'})}", **metrics
+        )
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -223,7 +225,7 @@ class Reporter:
             rows = {
                 "steps": f"{position.step:,} in {position.epoch} epochs",
                 "time": f"{terminal.format_duration(seconds)} (evaluation {terminal.format_duration(self._excluded)})",
-                "samples/s": f"{self._rate():,.0f} on {_shown_ranks(self._world.size)}",
+                "samples/s": f"{self._rate():,.0f} on {_format_ranks(self._world.size)}",
                 "rank 0's steps": ", ".join(f"{value / of_parts:.0%} {name}" for name, value in self._parts.items()),
             }
             self._display.close()
@@ -234,10 +236,12 @@ class Reporter:
 
 
 def _epoch_line(position: Position) -> str:
-    return f"epoch {position.epoch}: {_shown(position.history[-1], {'epoch', 'step', 'samples', 'eval_samples'})}"
+    return (
+        f"epoch {position.epoch}: {_format_metrics(position.history[-1], {'epoch', 'step', 'samples', 'eval_samples'})}"
+    )
 
 
-def _shown(metrics: Mapping[str, float], omitted: set[str]) -> str:
+def _format_metrics(metrics: Mapping[str, float], omitted: set[str]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in omitted)
 
 
@@ -377,7 +381,7 @@ class Display:
             self._bar = None
 
 
-def _shown_ranks(count: int) -> str:
+def _format_ranks(count: int) -> str:
     """Return `1 rank`, or `1,024 ranks`."""
     return "1 rank" if count == 1 else f"{count:,} ranks"
 
@@ -398,7 +402,7 @@ def _summary(rows: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> Tab
     for host, of_host in by_host.items():
         memory = max(rank["memory"] for rank in of_host) / 2**20
         devices = sorted({rank["device"] for rank in of_host})
-        text = f"{_shown_ranks(len(of_host))} on {', '.join(devices)}, peak {memory:,.0f} MiB per rank"
+        text = f"{_format_ranks(len(of_host))} on {', '.join(devices)}, peak {memory:,.0f} MiB per rank"
         used = [rank["utilization"] for rank in of_host if rank["utilization"] is not None]
         if used:
             text += f", GPU utilization {min(used)} to {max(used)} %"

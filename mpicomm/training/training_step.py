@@ -118,14 +118,14 @@ class TrainingStep:
             return self._forward_own(model, batch)
         returns_loss = self.loss_fn is None
         content = batches.moved(batch.content, self._device)
-        call = batches.call_of(content, None if returns_loss else self._options.target_key)
+        inputs = batches.model_arguments(content, None if returns_loss else self._options.target_key)
         if self._is_first_call:
-            batches.check_call(self._wrapped.inner, call)
+            batches.check_arguments(self._wrapped.inner, inputs)
             self._is_first_call = False
         with self.parts.precision.arithmetic():
-            outputs = model(*call.args, **call.kwargs)
-            loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, call.targets)
-        return batches.check_loss(loss, is_of_model=returns_loss), outputs, call.targets
+            outputs = model(*inputs.args, **inputs.kwargs)
+            loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, inputs.targets)
+        return batches.check_loss(loss, is_of_model=returns_loss), outputs, inputs.targets
 
     def _forward_in_training(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any, Any]:
         try:
@@ -161,12 +161,12 @@ class TrainingStep:
         content = batches.moved(batch.content, self._device)
         returns_loss = self.loss_fn is None and self._own_step is None
         target_key = self._options.target_key if has_targets and not returns_loss else None
-        call = batches.call_without_targets(content, target_key)
+        inputs = batches.model_arguments_without_targets(content, target_key)
         if self._is_first_call:
-            batches.check_call(self._wrapped.inner, call)
+            batches.check_arguments(self._wrapped.inner, inputs)
             self._is_first_call = False
         with self.parts.precision.arithmetic():
-            return model(*call.args, **call.kwargs)
+            return model(*inputs.args, **inputs.kwargs)
 
     def accumulate(self, step: Step, count: int, timer: StepTimer) -> bool:
         """Accumulate the gradients of the batches, and return whether their losses are finite (collective).

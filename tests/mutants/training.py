@@ -809,7 +809,7 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         tests="tests/unit/test_runs.py -k plot_of_several_runs",
     ),
     Mutant(
-        "_counting",
+        "_without_repeated",
         old="earlier.step <= entry.step",
         new="earlier.step < entry.step",
         fault="A report omits the epoch and the evaluation that ended at the step from which a run resumed.",
@@ -1056,9 +1056,9 @@ synchronize()
     ),
     # -- parts of the trainer -----------------------------------------------------------------------------
     Mutant(
-        "batches.call_of",
-        old="Call(tuple(content[:-1]), {}, content[-1])",
-        new="Call((content[:-1],), {}, content[-1])",
+        "batches.model_arguments",
+        old="ModelArguments(tuple(content[:-1]), {}, content[-1])",
+        new="ModelArguments((content[:-1],), {}, content[-1])",
         fault="A batch (a, b, target) calls the model with one tuple instead of two arguments.",
         tests="tests/unit/test_batches.py -k outermost_level",
     ),
