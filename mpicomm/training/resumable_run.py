@@ -164,7 +164,7 @@ class ResumableRun:
         """Whether the last vote has ended the run."""
 
         self._fit_call, self._parts, self._train, self._vote = fit_call, parts, train, vote
-        self._inexact = train.inexact  # until it is reported
+        self._inexact_reason = train.inexact_reason  # until it is reported
         self._saved: tuple[str | None, bool] = None, False  # the name, and whether it has the weights of evaluations
         self._unreported: Path | None = None  # the newest checkpoint, until `on_checkpoint` is called
 
@@ -254,8 +254,8 @@ class ResumableRun:
             self._parts.metrics.check()  # raises if a loss is not finite: such a state must not be saved
             parallel.share_buffers(self._parts.wrapped.inner)  # any rank may write the entries that all ranks have
             self._saved = position.name, is_measured
-            if position.consumed and self._inexact is not None:
-                self._warn(self._inexact)
+            if position.consumed and self._inexact_reason is not None:
+                self._warn(self._inexact_reason)
             reporter.write("checkpoint", position)
             content = state.collect(self._parts, self._fit_call.evaluating if is_measured else None)
             self.checkpoints.save(position.name, position.step, content, kept=kept, wait=wait)
@@ -264,7 +264,7 @@ class ResumableRun:
             self._complete()
 
     def _warn(self, why: str) -> None:
-        self._inexact = None
+        self._inexact_reason = None
         if self._parts.world.rank == 0:
             warnings.warn(
                 f"a run that resumes from a checkpoint within an epoch may take other samples or random numbers: {why}"

@@ -31,7 +31,8 @@ from mpicomm.training import (
 )
 from mpicomm.training.assembly import Assembly
 from mpicomm.training.callbacks import Callback, CallbackList
-from mpicomm.training.data import SHARD, DataRank, DataSource, LoaderOptions, make_source
+from mpicomm.training.data import DataRank, DataSource, LoaderOptions
+from mpicomm.training.data_argument import SHARD, make_source
 from mpicomm.training.loggers import LoggerArgument
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.preemption import StopRequest

@@ -375,7 +375,7 @@ finally:
         tests="tests/unit/test_shares.py -k every_sample",
     ),
     Mutant(
-        "data._inexact",
+        "_inexact_reason",
         old="if not loader.num_workers: return None",
         fault="The warning about an inexact resume advises what the user has done: a dataset without workers.",
         tests="tests/unit/test_shares.py -k cannot_be_resumed",
@@ -388,7 +388,7 @@ finally:
         tests="tests/training/test_data_product.py -k 'each_interruption and DistributedSampler'",
     ),
     Mutant(
-        "_Share.__iter__",
+        "_SharedStream.__iter__",
         old="""
 with torch_internals.outside_workers():
     return next(reading, [])
@@ -398,7 +398,7 @@ with torch_internals.outside_workers():
         tests="tests/training/test_data_product.py -k 'an_interruption and splits'",
     ),
     Mutant(
-        "_Share.__iter__",
+        "_SharedStream.__iter__",
         old="randomness.drawn(self._read, self.seed)",
         new="self._read()",
         fault="Of a stream that shuffles, the ranks take parts of different orders.",
@@ -406,8 +406,8 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "IterableSource.__init__",
-        old="place if self.is_shared else DataRank(0, 1)",
-        new="place",
+        old="data_rank if self.is_shared else DataRank(0, 1)",
+        new="data_rank",
         fault="Of a stream that is the share of a rank, most samples are lost.",
         tests="tests/training/test_data_product.py -k 'own and iterable and each'",
     ),
@@ -459,21 +459,21 @@ with torch_internals.outside_workers():
         ranks=2,
     ),
     Mutant(
-        "_EpochOrder.__iter__",
+        "EpochOrder.__iter__",
         old="randomness.drawn(lambda: iter(self._batch_sampler), self.seed)",
         new="iter(self._batch_sampler)",
         fault="After a resume within an epoch, a random sampler of the user draws other samples.",
         tests="tests/training/test_data_product.py -k 'each_interruption and WeightedRandomSampler'",
     ),
     Mutant(
-        "_EpochOrder.__iter__",
-        old="generator.manual_seed(_mixed(seed, self.epoch, 0))",
+        "EpochOrder.__iter__",
+        old="generator.manual_seed(mixed_seed(seed, self.epoch, 0))",
         fault="After a resume within an epoch, a sampler with a generator of its own draws other samples.",
         tests="tests/training/test_data_product.py -k 'each_interruption and generator'",
     ),
     Mutant(
         "ResumableRun.save",
-        old="position.consumed and self._inexact is not None",
+        old="position.consumed and self._inexact_reason is not None",
         new="False",
         fault="A checkpoint from which a run cannot resume exactly is saved without a warning.",
         tests="tests/training/test_uneven.py -k cannot_resume_exactly",
@@ -496,14 +496,14 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "_source_of_loader",
-        old="is_replaced and _is_usual(loader) and place.size > 1",
+        old="is_replaced and _is_usual(loader) and data_rank.size > 1",
         new="False",
         fault="Each rank takes all samples of a DataLoader that has an __iter__ of its own.",
         tests="tests/unit/test_shares.py -k cannot_be_shared",
     ),
     Mutant(
         "IndexedSource.order",
-        old="list(self._drawn)",
+        old="list(self._user_order)",
         new="list(self._sampler)",
         fault="Of the order of a sampler of the user, the ranks take parts of different orders.",
         tests="tests/training/test_data_product.py -k 'each_interruption and random'",
@@ -524,7 +524,7 @@ with torch_internals.outside_workers():
         ranks=2,
     ),
     Mutant(
-        "_start_worker",
+        "start_worker",
         old="preemption.SIGNALS",
         new="preemption._WARNINGS",
         fault="SIGTERM ends the data loader processes, whose batches are needed until all ranks have exited.",
@@ -555,7 +555,7 @@ with torch_internals.outside_workers():
         tests="tests/training/test_data_product.py -k 'each_interruption and tensors'",
     ),
     Mutant(
-        "IndexedSource._planned",
+        "IndexedSource._batches_from",
         old="self.partition.bounds(consumed)",
         new="self.partition.bounds(0)",
         fault="A run that resumes within an epoch takes all samples of the epoch again.",
@@ -563,8 +563,8 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "IndexedSource.order",
-        old="_mixed(self._seed, epoch, 0)",
-        new="_mixed(self._seed, 0, 0)",
+        old="mixed_seed(self._seed, epoch, 0)",
+        new="mixed_seed(self._seed, 0, 0)",
         fault="Every epoch has the order of the first one.",
         tests="tests/training/test_data_product.py -k 'each_interruption and tensors'",
     ),
@@ -578,12 +578,12 @@ with torch_internals.outside_workers():
     Mutant(
         "IterableSource.steps",
         old="consumed if self.is_shared else own",
-        new="steps if self.is_shared else own",
+        new="num_steps if self.is_shared else own",
         fault="A run that resumes with an iterable-style dataset skips as many samples as it has taken steps.",
         tests="tests/training/test_data_product.py -k 'each_interruption and set_epoch'",
     ),
     Mutant(
-        "_Share.__iter__",
+        "_SharedStream.__iter__",
         old="turn % workers == worker",
         new="number % workers == worker",
         fault="The batches of a rank go to its workers in another order than DataLoader reads them.",
@@ -591,15 +591,15 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "LoaderSource.steps",
-        old="steps * self._grad_accum_steps",
-        new="steps",
+        old="num_steps * self._grad_accum_steps",
+        new="num_steps",
         fault="A run that resumes with an own sampler takes batches again if a step has several.",
         tests="tests/training/test_data_product.py -k 'each_interruption and DistributedSampler'",
     ),
     Mutant(
         "LoaderSource.steps",
-        old="range(steps if self._order is None else 0)",
-        new="range(steps + 1 if self._order is None else 0)",
+        old="range(num_steps if self._order is None else 0)",
+        new="range(num_steps + 1 if self._order is None else 0)",
         fault="A run that resumes skips a batch of a DataLoader without indices.",
         tests="tests/training/test_data_product.py -k 'each_interruption and whole'",
     ),

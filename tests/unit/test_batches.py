@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler, WeightedRandomSampler
 
 from mpicomm.training import batches
-from mpicomm.training.data import DataRank, LoaderOptions, make_source
+from mpicomm.training.data import DataRank, LoaderOptions
+from mpicomm.training.data_argument import make_source
 
 A, B, C, T = (torch.full((2, 3), float(value)) for value in range(4))
 META = torch.device("meta")
