@@ -158,5 +158,5 @@ def _of_all_ranks(bench: Bench, rounds: Sequence[numpy.ndarray], *, times_calls:
     means = [float(durations.mean()) for durations in rounds]
     p99 = float(numpy.percentile(numpy.concatenate(rounds), 99))
     gathered: list[tuple[list[float], float]] = bench.gather((means, p99))  # type: ignore[assignment]
-    slowest = [max(of_ranks) / 1e3 for of_ranks in zip(*[means for means, _ in gathered], strict=True)]
+    slowest = [max(round_means) / 1e3 for round_means in zip(*[means for means, _ in gathered], strict=True)]
     return Times(tuple(slowest), max(p99 for _, p99 in gathered) / 1e3 if times_calls else None)

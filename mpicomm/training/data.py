@@ -24,7 +24,10 @@ from mpicomm.training import preemption, randomness
 from mpicomm.training.batches import mapped
 
 _SEED_BITS = 63
-_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd multipliers, so that seeds of (epoch, sample) do not collide
+_SEED_FACTORS = (
+    0x9E3779B97F4A7C15,
+    0xC2B2AE3D27D4EB4F,
+)  # odd multipliers, so that seeds of (epoch, sample) do not collide
 
 
 @dataclasses.dataclass(slots=True)
@@ -142,17 +145,12 @@ class DataRank:
     size: int
 
 
-def seed_of_rank(options: LoaderOptions, data_rank: DataRank) -> int:
-    """Return the seed of a rank with its own share: ranks draw different samples."""
-    return mixed_seed(options.seed, 0, 1 + data_rank.rank)
-
-
 def mixed_seed(seed: int, epoch: int, sample: int) -> int:
     """Return a seed that depends on all three arguments."""
-    value = seed + _FACTORS[0] * (epoch + 1) + _FACTORS[1] * sample
+    value = seed + _SEED_FACTORS[0] * (epoch + 1) + _SEED_FACTORS[1] * sample
     value &= (1 << 64) - 1
     value ^= value >> 31
-    return (value * _FACTORS[0] & ((1 << 64) - 1)) >> (64 - _SEED_BITS)
+    return (value * _SEED_FACTORS[0] & ((1 << 64) - 1)) >> (64 - _SEED_BITS)
 
 
 def digest(samples: list[Any]) -> bytes:

@@ -230,7 +230,7 @@ def _collected(own: _Outputs, *, all_ranks: bool) -> Any:
     """Gather the outputs of all ranks, and order them (collective)."""
     # 1. compare the layouts; a rank without samples has none
     layouts = collectives.all_gather_object(own.layout)
-    ranks = [rank for rank, of_rank in enumerate(layouts) if of_rank is not None]
+    ranks = [rank for rank, layout in enumerate(layouts) if layout is not None]
     layout = layouts[ranks[0]] if ranks else None
     if layout is None:
         raise raised_on_all_ranks(

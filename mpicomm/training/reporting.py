@@ -399,11 +399,11 @@ def _summary(rows: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> Tab
     by_host: dict[str, list[Mapping[str, Any]]] = {}
     for rank in ranks:
         by_host.setdefault(rank["host"], []).append(rank)
-    for host, of_host in by_host.items():
-        memory = max(rank["memory"] for rank in of_host) / 2**20
-        devices = sorted({rank["device"] for rank in of_host})
-        text = f"{_format_ranks(len(of_host))} on {', '.join(devices)}, peak {memory:,.0f} MiB per rank"
-        used = [rank["utilization"] for rank in of_host if rank["utilization"] is not None]
+    for host, host_ranks in by_host.items():
+        memory = max(rank["memory"] for rank in host_ranks) / 2**20
+        devices = sorted({rank["device"] for rank in host_ranks})
+        text = f"{_format_ranks(len(host_ranks))} on {', '.join(devices)}, peak {memory:,.0f} MiB per rank"
+        used = [rank["utilization"] for rank in host_ranks if rank["utilization"] is not None]
         if used:
             text += f", GPU utilization {min(used)} to {max(used)} %"
         table.add_row(host, text)

@@ -160,12 +160,12 @@ def newest_complete(held: Sequence[Sequence[HeldShards]]) -> tuple[Version | Non
     """
     holders: dict[Version, dict[int, int]] = {}
     sizes: dict[Version, int] = {}
-    for rank, of_rank in enumerate(held):
-        for shards in of_rank:
+    for rank, versions in enumerate(held):
+        for shards in versions:
             sizes[shards.version] = shards.size
             for shard in shards.ranks:
                 holders.setdefault(shards.version, {}).setdefault(shard, rank)
-    complete = [version for version, of_version in holders.items() if len(of_version) == sizes[version]]
+    complete = [version for version, by_shard in holders.items() if len(by_shard) == sizes[version]]
     if not complete:
         return None, []
     newest = max(complete)

@@ -142,8 +142,8 @@ class StepMetrics:
         """Continue with the sum of these sums."""
         self._of_batch.clear()
         self._own = {}
-        for of_rank in sums:
-            for name, (total, weight) in of_rank.items():
+        for rank_sums in sums:
+            for name, (total, weight) in rank_sums.items():
                 self._add(name, total, int(weight))
 
     def _keep(self) -> None:

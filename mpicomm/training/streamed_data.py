@@ -24,7 +24,6 @@ from mpicomm.training.data import (
     digest,
     inexact_order,
     mixed_seed,
-    seed_of_rank,
     set_epoch_of,
     start_worker,
     unchanged,
@@ -51,7 +50,7 @@ class IterableSource(DataSource):
             kind = "an iterable-style dataset of each rank"
             self.order_settings = {"kind": kind, **sizes, "seed": options.seed}
         self.is_first_compared = shard is not True
-        self._seed = options.seed if self.is_shared else seed_of_rank(options, data_rank)
+        self._seed = options.seed if self.is_shared else _seed_of_rank(options, data_rank)
         self._generator = torch.Generator()  # for the seeds of workers; leaves the program's generator unchanged
         self._grad_accum_steps = options.grad_accum_steps
         self._readers = max(1, options.num_workers)
@@ -134,7 +133,7 @@ class LoaderSource(DataSource):
         self._user = loader
         self._loader = _counting(loader)
         self._grad_accum_steps = options.grad_accum_steps
-        self._seed = seed_of_rank(options, data_rank)
+        self._seed = _seed_of_rank(options, data_rank)
         self._order: EpochOrder | None = None
         if self._loader is not loader and not isinstance(loader.dataset, IterableDataset):
             self._order = EpochOrder(loader.batch_sampler)
@@ -230,3 +229,8 @@ def _grouped(loaded: Iterator[Any], number: int) -> Iterator[Step]:
         yield Step(
             [Batch(*batch) if isinstance(batch, _Counted) else Batch(batch, count_samples(batch)) for batch in of_step]
         )
+
+
+def _seed_of_rank(options: LoaderOptions, data_rank: DataRank) -> int:
+    """Return the seed of a rank with its own share: ranks draw different samples."""
+    return mixed_seed(options.seed, 0, 1 + data_rank.rank)

@@ -334,8 +334,8 @@ finally:
     ),
     Mutant(
         "newest_complete",
-        old="len(of_version) == sizes[version]",
-        new="of_version",
+        old="len(by_shard) == sizes[version]",
+        new="by_shard",
         fault="A version of the shards counts as complete although a shard is lost.",
         tests="tests/unit/test_newest_state.py -k two_failed_neighbours",
     ),
@@ -895,8 +895,8 @@ dist.all_reduce(torch.ones(1))
     ),
     Mutant(
         "_of_all_ranks",
-        old="max(of_ranks)",
-        new="min(of_ranks)",
+        old="max(round_means)",
+        new="min(round_means)",
         fault="Latency is that of the fastest rank.",
         tests="tests/unit/test_benchmarks.py -k slowest_rank",
     ),
