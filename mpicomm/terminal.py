@@ -105,8 +105,8 @@ def _width(file: int) -> int | None:
     return (os.get_terminal_size(file).columns or _UNKNOWN_COLUMNS) if os.isatty(file) else None
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration as minutes:seconds, or hours:minutes:seconds."""
     hours, rest = divmod(round(seconds), 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

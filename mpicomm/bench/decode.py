@@ -99,15 +99,15 @@ def measure(
     calls |= {name: decoder.generate for name, decoder in decoders.items()}
     tokens = {name: call() for name, call in calls.items()}
     times = timing.in_turn(bench, calls)
-    of_ranks: list[dict[str, list[int]]] = bench.gather(tokens)  # type: ignore[assignment]
-    return [_row(model, name, times[name], of_ranks) for name in calls]
+    gathered: list[dict[str, list[int]]] = bench.gather(tokens)  # type: ignore[assignment]
+    return [_row(model, name, times[name], gathered) for name in calls]
 
 
 def _row(model: str, name: str, times: timing.Times, tokens: Sequence[Mapping[str, Sequence[int]]]) -> DecodeRow:
     shape = SHAPES[model]
     expected = tokens[0][ALONE]
     ranks = tokens[:1] if name == ALONE else tokens
-    pairs = [pair for of_rank in ranks for pair in zip(of_rank[name], expected, strict=True)]
+    pairs = [pair for rank_tokens in ranks for pair in zip(rank_tokens[name], expected, strict=True)]
     differing = sum(token != right for token, right in pairs)
     is_split = name != ALONE
     return DecodeRow(

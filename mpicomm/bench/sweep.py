@@ -136,8 +136,8 @@ def _measure(
         try:
             calls[name], wrong[name] = _tried(operation, backend, bench, asynchronous=asynchronous)
         except NotImplementedError as error:
-            place = "in place" if case.in_place else "out of place"
-            results.refusals[f"{case.name}, {dtypes.short(case.dtype)}, {place}, {name}"] = str(error)
+            mode = "in place" if case.in_place else "out of place"
+            results.refusals[f"{case.name}, {dtypes.short(case.dtype)}, {mode}, {name}"] = str(error)
     # 2. time them in turn
     _write_zeros(operation)
     before = operation.write_inputs if rewrites else None

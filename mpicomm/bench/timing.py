@@ -16,8 +16,9 @@ from mpicomm.job.session import World
 
 Call = Callable[[], object]
 
-_WARM_UP = 3
-_FEWEST, _MOST = 3, 5000  # calls per round
+_WARM_UP_CALLS = 3  # the first calls load code, touch memory and open connections
+_MIN_CALLS = 3  # per round, so that one interruption by the system is not the whole mean
+_MAX_CALLS = 5000  # per round, for the memory of their times; calls of less than 10 us reach it in 0.05 s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +100,11 @@ def in_turn(bench: Bench, calls: Mapping[str, Call | Timed], *, times_calls: boo
 
 def _number(bench: Bench, timed: Timed, *, times_calls: bool) -> int:
     """Return the number of calls per round, the same on every rank."""
-    _round(bench, timed, _WARM_UP, times_calls=times_calls)
+    _round(bench, timed, _WARM_UP_CALLS, times_calls=times_calls)
     start = time.perf_counter()
-    _round(bench, timed, _WARM_UP, times_calls=times_calls)
-    slowest = max(map(float, bench.gather(time.perf_counter() - start))) / _WARM_UP  # type: ignore[arg-type]
-    return round(min(max(bench.seconds / max(slowest, 1e-9), _FEWEST), _MOST))
+    _round(bench, timed, _WARM_UP_CALLS, times_calls=times_calls)
+    slowest = max(map(float, bench.gather(time.perf_counter() - start))) / _WARM_UP_CALLS  # type: ignore[arg-type]
+    return round(min(max(bench.seconds / max(slowest, 1e-9), _MIN_CALLS), _MAX_CALLS))
 
 
 def _round(bench: Bench, timed: Timed, number: int, *, times_calls: bool) -> numpy.ndarray:
@@ -157,5 +158,5 @@ def _of_all_ranks(bench: Bench, rounds: Sequence[numpy.ndarray], *, times_calls:
     means = [float(durations.mean()) for durations in rounds]
     p99 = float(numpy.percentile(numpy.concatenate(rounds), 99))
     gathered: list[tuple[list[float], float]] = bench.gather((means, p99))  # type: ignore[assignment]
-    slowest = [max(of_ranks) / 1e3 for of_ranks in zip(*[means for means, _ in gathered], strict=True)]
+    slowest = [max(round_means) / 1e3 for round_means in zip(*[means for means, _ in gathered], strict=True)]
     return Times(tuple(slowest), max(p99 for _, p99 in gathered) / 1e3 if times_calls else None)

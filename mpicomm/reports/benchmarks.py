@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Names of backends in results files, as in bench/compared_backends.py, which imports torch and MPI.
 OURS, MPI4PY, NOTHING = "mpi", "mpi4py", "none"
 _UNKNOWN = "-"
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
@@ -57,7 +58,7 @@ def decode_table(rows: Rows) -> Table:
     ours = {row["model"]: row["tokens_per_s"] for row in rows if row["backend"] == OURS}
     for row in rows:
         metrics = [f"{row[name]:.1f}" for name in ("tokens_per_s", "tokens_per_s_median", "us_per_token")]
-        reductions = [str(row["all_reduces"]), _shown_size(row["nbytes"])] if row["all_reduces"] else [_UNKNOWN] * 2
+        reductions = [str(row["all_reduces"]), _format_size(row["nbytes"])] if row["all_reduces"] else [_UNKNOWN] * 2
         wrong = _UNKNOWN if row["wrong"] is None else str(row["wrong"])
         names = [row["model"], f"{row['parameters']:,}", row["backend"]]
         cells.append([*names, *metrics, *reductions, wrong, _ratio(row["tokens_per_s"], ours.get(row["model"]))])
@@ -81,7 +82,7 @@ def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[A
     # 2. the rows; only the first row of a size shows it
     size, cells = None, []
     for row in sorted(rows, key=lambda row: row["nbytes"]):
-        first = "" if row["nbytes"] == size else _shown_size(row["nbytes"])
+        first = "" if row["nbytes"] == size else _format_size(row["nbytes"])
         size = row["nbytes"]
         cells.append([first, *_cells(row), *[show(row) for show in shown.values()]])
     table = _table(_title_of(kind), ["size", "backend"], ["us", "p99", "GB/s", "bus", "wrong", *shown], cells)
@@ -96,11 +97,11 @@ def _table(title: str, names: Sequence[str], metrics: Sequence[str], rows: Seque
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    p99 = _UNKNOWN if row["us_p99"] is None else _shown(row["us_p99"])
-    return [row["backend"], _shown(row["us"]), p99, f"{row['algbw']:.3g}", f"{row['busbw']:.3g}", str(row["wrong"])]
+    p99 = _UNKNOWN if row["us_p99"] is None else _format_us(row["us_p99"])
+    return [row["backend"], _format_us(row["us"]), p99, f"{row['algbw']:.3g}", f"{row['busbw']:.3g}", str(row["wrong"])]
 
 
-def _shown(us: float) -> str:
+def _format_us(us: float) -> str:
     return f"{us:.2f}" if us < 1000 else f"{us:.0f}"
 
 
@@ -144,7 +145,7 @@ def _draw(axes: Axes, rows: Rows, name: str) -> None:
     axes.set_yscale("log")
     sizes = sorted({row["nbytes"] for row in rows})
     ticks = sizes[:: max(1, -(-len(sizes) // _TICKS))]
-    axes.set_xticks(ticks, [_shown_size(size) for size in ticks], fontsize="small")
+    axes.set_xticks(ticks, [_format_size(size) for size in ticks], fontsize="small")
     axes.set_xticks([], minor=True)
     axes.set_xlabel("size")
     axes.grid(visible=True, alpha=0.3)
@@ -167,7 +168,7 @@ def _title_of(kind: tuple[str, str, bool]) -> str:
     return f"{operation}, {dtype}, {'in place' if in_place else 'out of place'}"
 
 
-def _shown_size(nbytes: int) -> str:
+def _format_size(nbytes: int) -> str:
     """Return a size with a binary unit, such as 64 MiB."""
     factor, unit = next((factor, unit) for factor, unit in _UNITS if nbytes >= factor or factor == 1)
     return f"{nbytes / factor:.4g} {unit}"

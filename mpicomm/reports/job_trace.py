@@ -18,7 +18,7 @@ from mpicomm.recorder import hang_report
 _FILES = "rank-*.json"
 _NEEDED = ("rank", "size", "host", "written", "clock", "monotonic", "offset", "operations")
 _NOT_ARRIVED, _NO_FILE = "not arrived", "no dump file"
-_SHOWN = ("group", "sequence", "dtype", "count", "nbytes", "peer", "tag", "where", "number", "is_over")
+_SHOWN_FIELDS = ("group", "sequence", "dtype", "count", "nbytes", "peer", "tag", "where", "number", "is_over")
 _FROM_ROOT = {"broadcast", "scatter"}
 _TO_ROOT = {"gather", "reduce"}
 
@@ -71,20 +71,20 @@ class RankDump:
     error: float
     """The largest error of its times in seconds; 0 if unknown."""
 
-    entries: list[DumpedOperation]
+    operations: list[DumpedOperation]
 
 
 @dataclasses.dataclass
 class RankWait:
     """The part of a collective in which a rank waited for others to call it."""
 
-    entry: DumpedOperation
+    operation: DumpedOperation
     start: float
     ranks: list[int]
     """The ranks that called it last, or had not called it."""
 
     end: float
-    why: str = ""
+    reason: str = ""
     """Why the wait has not ended; empty if it has."""
 
 
@@ -109,7 +109,7 @@ def read(directory: Path) -> list[RankDump]:
             f"{directory} has no files {_FILES}.\nPass a job's directory, such as mpicomm-dumps/20261121-102043-33575."
         )
     contents = [_content(path) for path in paths]
-    return [_dump(content, contents) for content in contents]
+    return [_rank_dump(content, contents) for content in contents]
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -125,25 +125,27 @@ def _content(path: Path) -> dict[str, Any]:
     return content
 
 
-def _dump(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> RankDump:
+def _rank_dump(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> RankDump:
     # 1. the difference to the clock of rank 0
-    offset, clock = _offset(content, contents)
+    offset, clock = _offset_and_source(content, contents)
     if offset is not None:
         shift, error = offset["seconds"], offset["error"]
     else:  # the wall clocks of the hosts
         base = min(contents, key=lambda other: other["rank"])
         shift, error = content["written"] - content["monotonic"] - base["written"] + base["monotonic"], 0.0
     # 2. the operations
-    entries = []
+    operations = []
     for fields in content["operations"]:
         called, start, end = (None if moment is None else moment + shift for moment in fields["monotonic"])
         assert called is not None
         end = max(called, content["monotonic"] + shift if end is None else end)
-        entries.append(DumpedOperation(content["rank"], called, start, end, fields))
-    return RankDump(content["rank"], content["size"], content["host"], clock, error, entries)
+        operations.append(DumpedOperation(content["rank"], called, start, end, fields))
+    return RankDump(content["rank"], content["size"], content["host"], clock, error, operations)
 
 
-def _offset(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> tuple[dict[str, float] | None, str]:
+def _offset_and_source(
+    content: dict[str, Any], contents: Sequence[dict[str, Any]]
+) -> tuple[dict[str, float] | None, str]:
     """Return the offset of a rank's clock, its own or that of another rank with this clock, and how it was found."""
     same = [other for other in contents if other["clock"] and other["clock"] == content["clock"]]
     known = [other["offset"] for other in [content, *same] if other["offset"] is not None]
@@ -162,11 +164,11 @@ def _waits_in_collectives(dumps: Sequence[RankDump]) -> list[RankWait]:
     # 1. the ranks that have called each collective, and the last collective of each rank
     calls: dict[Key, dict[int, DumpedOperation]] = collections.defaultdict(dict)
     last: collections.Counter[tuple[str, str, int]] = collections.Counter()  # by group, members and rank
-    for entry in (entry for dump in dumps for entry in dump.entries):
-        if (key := entry.key) is not None:
-            calls[key][entry.rank] = entry
-            place = (*key[:2], entry.rank)
-            last[place] = max(last[place], key[2])
+    for operation in (operation for dump in dumps for operation in dump.operations):
+        if (key := operation.key) is not None:
+            calls[key][operation.rank] = operation
+            member = (*key[:2], operation.rank)
+            last[member] = max(last[member], key[2])
     # 2. the waits in each collective
     dumped = {dump.rank for dump in dumps}
     collected = []
@@ -174,35 +176,35 @@ def _waits_in_collectives(dumps: Sequence[RankDump]) -> list[RankWait]:
         ranks = hang_report.parse_ranges(members) if members else range(dumps[0].size)
         others = [rank for rank in ranks if rank not in by_rank and last[group, members, rank] < sequence]
         absent = {rank: _NOT_ARRIVED if rank in dumped else _NO_FILE for rank in others}
-        collected += [wait for entry in by_rank.values() if (wait := _wait(entry, by_rank, absent)) is not None]
+        collected += [wait for operation in by_rank.values() if (wait := _wait(operation, by_rank, absent)) is not None]
     return collected
 
 
-def _wait(entry: DumpedOperation, by_rank: dict[int, DumpedOperation], absent: dict[int, str]) -> RankWait | None:
-    if entry.start is None:
+def _wait(operation: DumpedOperation, by_rank: dict[int, DumpedOperation], absent: dict[int, str]) -> RankWait | None:
+    if operation.start is None:
         return None
     # 1. the ranks whose call this rank needs
-    name, root = entry.fields["name"], entry.fields["peer"]
+    name, root = operation.fields["name"], operation.fields["peer"]
     needs = by_rank.keys() | absent.keys()
     if name in _FROM_ROOT:
         needs = {root}
-    elif name in _TO_ROOT and entry.rank != root:
+    elif name in _TO_ROOT and operation.rank != root:
         return None
     # 2. those that have not called it
-    if not entry.is_over:
-        for why in (_NOT_ARRIVED, _NO_FILE):
-            if late := sorted(rank for rank in needs if absent.get(rank) == why):
-                return RankWait(entry, entry.start, late, entry.end, why)
+    if not operation.is_over:
+        for reason in (_NOT_ARRIVED, _NO_FILE):
+            if missing := sorted(rank for rank in needs if absent.get(rank) == reason):
+                return RankWait(operation, operation.start, missing, operation.end, reason)
     # 3. the last one that has
-    arrivals = {rank: _arrival(by_rank[rank]) for rank in needs if rank in by_rank and rank != entry.rank}
+    arrivals = {rank: _arrival(by_rank[rank]) for rank in needs if rank in by_rank and rank != operation.rank}
     rank = max(arrivals, key=lambda other: arrivals[other], default=None)
-    if rank is None or arrivals[rank] <= entry.start:
+    if rank is None or arrivals[rank] <= operation.start:
         return None
-    return RankWait(entry, entry.start, [rank], min(arrivals[rank], entry.end))
+    return RankWait(operation, operation.start, [rank], min(arrivals[rank], operation.end))
 
 
-def _arrival(entry: DumpedOperation) -> float:
-    return entry.end if entry.start is None else entry.start
+def _arrival(operation: DumpedOperation) -> float:
+    return operation.end if operation.start is None else operation.start
 
 
 def _waits_for_messages(dumps: Sequence[RankDump]) -> list[RankWait]:
@@ -211,16 +213,18 @@ def _waits_for_messages(dumps: Sequence[RankDump]) -> list[RankWait]:
     sends, receives = _messages(dumps)
     collected = []
     for ends, other_ends in ((sends, receives), (receives, sends)):
-        for key, entry in ends.items():
-            if entry.start is None:
+        for key, operation in ends.items():
+            if operation.start is None:
                 continue
             if (other := other_ends.get(key)) is not None:
-                if other.called > entry.start:
-                    collected.append(RankWait(entry, entry.start, [other.rank], min(other.called, entry.end)))
-            elif not entry.is_over:
-                peer = entry.fields["peer"]
-                why = _NOT_ARRIVED if peer in dumped else _NO_FILE
-                collected.append(RankWait(entry, entry.start, [peer], entry.end, why))
+                if other.called > operation.start:
+                    collected.append(
+                        RankWait(operation, operation.start, [other.rank], min(other.called, operation.end))
+                    )
+            elif not operation.is_over:
+                peer = operation.fields["peer"]
+                reason = _NOT_ARRIVED if peer in dumped else _NO_FILE
+                collected.append(RankWait(operation, operation.start, [peer], operation.end, reason))
     return collected
 
 
@@ -237,30 +241,30 @@ def _messages(dumps: Sequence[RankDump]) -> tuple[_Ends, _Ends]:
     """Return sends and receives by group, sender, receiver, tag and number."""
     sends: _Ends = {}
     receives: _Ends = {}
-    for entry in (entry for dump in dumps for entry in dump.entries if entry.is_message):
-        fields = entry.fields
+    for operation in (operation for dump in dumps for operation in dump.operations if operation.is_message):
+        fields = operation.fields
         if fields["message"] is None:  # from any rank, and not yet received
             continue
         is_send = fields["name"] == "send"
-        source, target = (entry.rank, fields["peer"]) if is_send else (fields["peer"], entry.rank)
+        source, target = (operation.rank, fields["peer"]) if is_send else (fields["peer"], operation.rank)
         ends = sends if is_send else receives
-        ends[fields["group"], fields["members"], source, target, fields["tag"], fields["message"]] = entry
+        ends[fields["group"], fields["members"], source, target, fields["tag"], fields["message"]] = operation
     return sends, receives
 
 
 def summary(dumps: Sequence[RankDump]) -> dict[str, Any]:
     """Return the times and numbers of a job: of all ranks, and of each."""
     all_waits = waits(dumps)
-    entries = [entry for dump in dumps for entry in dump.entries]
-    start = min((entry.called for entry in entries), default=0.0)
-    end = max((entry.end for entry in entries), default=0.0)
+    operations = [operation for dump in dumps for operation in dump.operations]
+    start = min((operation.called for operation in operations), default=0.0)
+    end = max((operation.end for operation in operations), default=0.0)
     ranks = [
         {
             "rank": dump.rank,
             "host": dump.host,
-            "operations": len(dump.entries),
-            "not_over": sum(not entry.is_over for entry in dump.entries),
-            "wait_seconds": sum(wait.end - wait.start for wait in all_waits if wait.entry.rank == dump.rank),
+            "operations": len(dump.operations),
+            "not_over": sum(not operation.is_over for operation in dump.operations),
+            "wait_seconds": sum(wait.end - wait.start for wait in all_waits if wait.operation.rank == dump.rank),
             "waited_for_seconds": sum(wait.end - wait.start for wait in all_waits if dump.rank in wait.ranks),
             "clock": dump.clock,
             "clock_error_seconds": dump.error,
@@ -272,7 +276,7 @@ def summary(dumps: Sequence[RankDump]) -> dict[str, Any]:
 
 def trace(dumps: Sequence[RankDump]) -> dict[str, Any]:
     """Return the trace, an object for JSON."""
-    start = min((entry.called for dump in dumps for entry in dump.entries), default=0.0)
+    start = min((operation.called for dump in dumps for operation in dump.operations), default=0.0)
     writer = _Writer(start)
     for dump in dumps:
         writer.add_rank(dump)
@@ -290,25 +294,25 @@ class _Writer:
     def __init__(self, start: float) -> None:
         self.events: list[dict[str, Any]] = []
         self._start = start
-        self._places: dict[int, tuple[int, int]] = {}  # by the id of an entry: process and thread
+        self._threads: dict[int, dict[str, int]] = {}  # process and thread by the id of an operation
         self._num_arrows = 0
 
     def add_rank(self, dump: RankDump) -> None:
         """Add the operations of a rank."""
-        self._name("process_name", dump.rank, name=f"rank {dump.rank} on {dump.host}")
-        self._name("process_sort_index", dump.rank, sort_index=dump.rank)
-        for thread, (name, entries) in enumerate(_lanes(dump.entries), 1):
-            self._name("thread_name", dump.rank, thread, name=name)
-            self._name("thread_sort_index", dump.rank, thread, sort_index=thread)
-            for entry in entries:
-                self._places[id(entry)] = dump.rank, thread
-                self._add_operation(entry)
+        self._add_metadata("process_name", dump.rank, name=f"rank {dump.rank} on {dump.host}")
+        self._add_metadata("process_sort_index", dump.rank, sort_index=dump.rank)
+        for thread, (name, operations) in enumerate(_lanes(dump.operations), 1):
+            self._add_metadata("thread_name", dump.rank, thread, name=name)
+            self._add_metadata("thread_sort_index", dump.rank, thread, sort_index=thread)
+            for operation in operations:
+                self._threads[id(operation)] = {"pid": dump.rank, "tid": thread}
+                self._add_operation(operation)
 
     def add_wait(self, wait: RankWait) -> None:
         """Add the wait for another rank, inside its operation."""
         others = hang_report.called(wait.ranks)
-        name = f"wait for {others}, {wait.why}" if wait.why else f"wait for {others}"
-        self._slice(wait.entry, name, "wait", wait.start, wait.end, ranks=others)
+        name = f"wait for {others}, {wait.reason}" if wait.reason else f"wait for {others}"
+        self._add_slice(wait.operation, name, "wait", self._time(wait.start), self._time(wait.end), ranks=others)
 
     def add_arrow(self, arrow: MessageArrow) -> None:
         """Add an arrow from a send to the transfer of the message, the part of the receive after the send.
@@ -319,53 +323,52 @@ class _Writer:
         send, receive = arrow.send, arrow.receive
         start, end = self._time(send.called), self._time(receive.end)
         first = max(start + 1, self._time(receive.called))
-        self._add_slice(receive, "transfer", "message", first, end, {"from": f"rank {send.rank}"})
+        self._add_slice(receive, "transfer", "message", first, end, **{"from": f"rank {send.rank}"})
         common = {"name": "message", "cat": "message", "id": self._num_arrows}
-        self.events.append({"ph": "s", **common, "ts": start / 1000, **self._place(send)})
-        self.events.append({"ph": "f", "bp": "e", **common, "ts": (end - 1) / 1000, **self._place(receive)})
+        self.events.append({"ph": "s", **common, "ts": start / 1000, **self._threads[id(send)]})
+        self.events.append({"ph": "f", "bp": "e", **common, "ts": (end - 1) / 1000, **self._threads[id(receive)]})
 
-    def _add_operation(self, entry: DumpedOperation) -> None:
-        fields = entry.fields
-        shown = {name: fields[name] for name in _SHOWN if fields[name] not in (None, "")}
-        category = "message" if entry.is_message else "collective"
-        self._slice(entry, fields["name"], category, entry.called, entry.end, **shown)
-        if not entry.is_message and entry.start is not None:
-            self._slice(entry, "queued", "queue", entry.called, entry.start)
-
-    def _slice(
-        self, entry: DumpedOperation, name: str, category: str, start: float, end: float, **arguments: Any
-    ) -> None:
-        self._add_slice(entry, name, category, self._time(start), self._time(end), arguments)
+    def _add_operation(self, operation: DumpedOperation) -> None:
+        fields = operation.fields
+        shown = {name: fields[name] for name in _SHOWN_FIELDS if fields[name] not in (None, "")}
+        category, called = "message" if operation.is_message else "collective", self._time(operation.called)
+        self._add_slice(operation, fields["name"], category, called, self._time(operation.end), **shown)
+        if not operation.is_message and operation.start is not None:
+            self._add_slice(operation, "queued", "queue", called, self._time(operation.start))
 
     def _add_slice(
-        self, entry: DumpedOperation, name: str, category: str, first: int, last: int, arguments: dict[str, Any]
+        self, operation: DumpedOperation, title: str, category: str, start: int, end: int, **arguments: Any
     ) -> None:
-        if last > first:
-            times = {"ts": first / 1000, "dur": (last - first) / 1000}
-            event = {"ph": "X", "name": name, "cat": category, **times, "args": arguments, **self._place(entry)}
+        """Add a slice from `start` to `end`, in nanoseconds, to the thread of an operation."""
+        if end > start:
+            times = {"ts": start / 1000, "dur": (end - start) / 1000}
+            event = {
+                "ph": "X",
+                "name": title,
+                "cat": category,
+                **times,
+                "args": arguments,
+                **self._threads[id(operation)],
+            }
             self.events.append(event)
-
-    def _place(self, entry: DumpedOperation) -> dict[str, int]:
-        process, thread = self._places[id(entry)]
-        return {"pid": process, "tid": thread}
 
     def _time(self, moment: float) -> int:
         return round((moment - self._start) * 1e9)
 
-    def _name(self, kind: str, process: int, thread: int = 0, **arguments: Any) -> None:
+    def _add_metadata(self, kind: str, process: int, thread: int = 0, **arguments: Any) -> None:
         self.events.append({"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments})
 
 
-def _lanes(entries: Sequence[DumpedOperation]) -> Iterator[tuple[str, list[DumpedOperation]]]:
+def _lanes(operations: Sequence[DumpedOperation]) -> Iterator[tuple[str, list[DumpedOperation]]]:
     """Distribute operations over lanes, in which they do not overlap; return the lanes with their names."""
     by_name: dict[str, list[list[DumpedOperation]]] = collections.defaultdict(list)
-    for entry in sorted(entries, key=lambda entry: entry.called):
-        group = f"group {entry.fields['group']}"
-        lanes = by_name[f"messages of {group}" if entry.is_message else group]
-        free = next((lane for lane in lanes if lane[-1].end <= entry.called), None)
+    for operation in sorted(operations, key=lambda operation: operation.called):
+        group = f"group {operation.fields['group']}"
+        lanes = by_name[f"messages of {group}" if operation.is_message else group]
+        free = next((lane for lane in lanes if lane[-1].end <= operation.called), None)
         if free is None:
             lanes.append(free := [])
-        free.append(entry)
+        free.append(operation)
     for name, lanes in sorted(by_name.items(), key=lambda item: (item[0].startswith("messages"), item[0])):
         for number, lane in enumerate(lanes, 1):
             yield name if number == 1 else f"{name} ({number})", lane

@@ -193,11 +193,11 @@ def table(runs: Sequence[RunMetrics]) -> Table:
     return terminal.table(["", *names], rows, right=names, title="runs" if len(runs) > 1 else "run")
 
 
-def shown_seconds(seconds: float) -> str:
+def format_duration_with_unit(seconds: float) -> str:
     """Return a duration with its unit: `3.2 s`, `1:05 min` or `2:00:10 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    return f"{terminal.clock(seconds)} {'min' if round(seconds) < 3600 else 'h'}"
+    return f"{terminal.format_duration(seconds)} {'min' if round(seconds) < 3600 else 'h'}"
 
 
 def _column(run: RunMetrics, metrics: Sequence[str]) -> dict[str, str]:
@@ -206,42 +206,42 @@ def _column(run: RunMetrics, metrics: Sequence[str]) -> dict[str, str]:
     evaluations = {}
     for metric in metrics:
         best = run.best_evaluation.get(metric)
-        evaluations[f"{metric}, last"] = _known(run.last_evaluation.get(metric), "{:.4g}")
-        evaluations[f"{metric}, best"] = _known(best, "{0.value:.4g} ({0.which}, epoch {0.epoch})")
+        evaluations[f"{metric}, last"] = _format_or_dash(run.last_evaluation.get(metric), "{:.4g}")
+        evaluations[f"{metric}, best"] = _format_or_dash(best, "{0.value:.4g} ({0.which}, epoch {0.epoch})")
     return {
-        "state": _shown_state(run),
-        "ranks": _known(run.ranks, f"{{}}{before}"),
+        "state": _format_state(run),
+        "ranks": _format_or_dash(run.ranks, f"{{}}{before}"),
         "resumes": str(run.resumes),
-        "recoveries": _shown_recoveries(run.recoveries),
+        "recoveries": _format_recoveries(run.recoveries),
         "epochs": str(run.epochs),
         "steps": f"{run.steps:,}",
         "samples": f"{run.samples:,}",
-        "training time": shown_seconds(run.training_seconds),
-        "samples/s": _known(run.samples_per_s, "{:,.0f}"),
-        "loss, last": _known(run.last_loss, "{:.4g}"),
+        "training time": format_duration_with_unit(run.training_seconds),
+        "samples/s": _format_or_dash(run.samples_per_s, "{:,.0f}"),
+        "loss, last": _format_or_dash(run.last_loss, "{:.4g}"),
         **evaluations,
-        **{f"time in {part}": _known(run.time_percent.get(part), "{:.0f} %") for part in PARTS},
-        "peak memory": _known(run.peak_memory_mib, "{:,.0f} MiB"),
+        **{f"time in {part}": _format_or_dash(run.time_percent.get(part), "{:.0f} %") for part in PARTS},
+        "peak memory": _format_or_dash(run.peak_memory_mib, "{:,.0f} MiB"),
     }
 
 
-def _shown_recoveries(recoveries: Sequence[RecoveryMetrics]) -> str:
+def _format_recoveries(recoveries: Sequence[RecoveryMetrics]) -> str:
     """Return the recoveries of a run, one per line: the failed ranks, their hosts, and the time without a step."""
     lines = [
         f"rank{'s' if len(recovery.ranks) > 1 else ''} {', '.join(map(str, recovery.ranks))} on "
         f"{', '.join(sorted(set(recovery.hosts)))} after step {recovery.step}: "
-        f"{_known(recovery.gap_seconds, '{:.2f} s')}"
+        f"{_format_or_dash(recovery.gap_seconds, '{:.2f} s')}"
         for recovery in recoveries
     ]
     return "\n".join(lines) or "0"
 
 
-def _known(value: Any, form: str) -> str:
+def _format_or_dash(value: Any, form: str) -> str:
     """Return a value in a format, or a dash if it is unknown."""
     return "-" if value is None else form.format(value)
 
 
-def _shown_state(run: RunMetrics) -> str:
+def _format_state(run: RunMetrics) -> str:
     if run.state == "interrupted":
         return "interrupted or running"
     return run.state if run.why is None else f"{run.state}: {run.why}"

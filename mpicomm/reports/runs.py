@@ -12,9 +12,13 @@ from mpicomm.metrics_file import NAME, PARTS
 
 BEGINNINGS = ("start", "resume", "recovery")
 _CONTINUATIONS = ("resume", "recovery")
-_KEPT = (*BEGINNINGS, "recovered")  # also where the run continues from an earlier step
+_NEVER_DROPPED = (*BEGINNINGS, "recovered")  # also where the run continues from an earlier step
 _ONCE_AN_EPOCH = ("epoch", "eval")
-_MARKS = (*BEGINNINGS, "step", "epoch")  # events from which the samples of the next step entry are counted
+_SAMPLE_COUNT_STARTS = (
+    *BEGINNINGS,
+    "step",
+    "epoch",
+)  # events from which the samples of the next step entry are counted
 
 _Values = Mapping[str, Any]
 
@@ -92,14 +96,14 @@ def read(directory: Path, name: str) -> Run:
     path = directory / NAME
     lines = enumerate(path.read_bytes().split(b"\n"), start=1)
     parsed = [(number, _parsed(line)) for number, line in lines if line.strip()]
-    written = _walked(values for _, values in parsed if values is not None)
+    written = _with_sample_counts(values for _, values in parsed if values is not None)
     warnings = [
         f"line {number} of {path} is not a valid entry and is skipped; the report lacks its values."
         for number in _damaged(parsed)
     ]
     if not written:
         warnings.append(f"{path} has no entries: the run ended before its first entry, or has not started yet.")
-    return Run(name, tuple(_counting(written)), tuple(warnings))
+    return Run(name, tuple(_without_repeated(written)), tuple(warnings))
 
 
 def _check(directory: Path) -> None:
@@ -138,37 +142,37 @@ def _damaged(lines: Sequence[tuple[int, _Values | None]]) -> list[int]:
     ]
 
 
-def _walked(valid: Iterable[_Values]) -> list[Entry]:
+def _with_sample_counts(valid: Iterable[_Values]) -> list[Entry]:
     """Return all entries of the file, with the samples of step entries.
 
-    The samples follow from the preceding entries, including those that `_counting` leaves out.
+    The samples follow from the preceding entries, including those that `_without_repeated` leaves out.
     """
     entries: list[Entry] = []
-    last = mark = Entry()
+    last = count_start = Entry()
     for values in valid:
         event = values["event"]
         last = Entry(
             event,
-            _whole(values, "step", last.step),
-            _whole(values, "epoch", last.epoch),
-            _whole(values, "consumed", last.consumed),
+            _integer(values, "step", last.step),
+            _integer(values, "epoch", last.epoch),
+            _integer(values, "consumed", last.consumed),
             values,
         )
         if event == "step":
-            begun = mark.consumed if mark.epoch == last.epoch else 0
-            last = dataclasses.replace(last, samples=max(last.consumed - begun, 0))
-        if event in _MARKS:
-            mark = last
+            consumed_before = count_start.consumed if count_start.epoch == last.epoch else 0
+            last = dataclasses.replace(last, samples=max(last.consumed - consumed_before, 0))
+        if event in _SAMPLE_COUNT_STARTS:
+            count_start = last
         entries.append(last)
     return entries
 
 
-def _whole(values: _Values, name: str, otherwise: int) -> int:
+def _integer(values: _Values, name: str, otherwise: int) -> int:
     value = values.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
 
 
-def _counting(written: Iterable[Entry]) -> list[Entry]:
+def _without_repeated(written: Iterable[Entry]) -> list[Entry]:
     """Return the entries without those that were lost when the run resumed, recovered or started again.
 
     Of repeated epoch and evaluation entries only the last one is kept.
@@ -178,7 +182,7 @@ def _counting(written: Iterable[Entry]) -> list[Entry]:
         if entry.event == "start":
             kept = []
         elif entry.event in _CONTINUATIONS:
-            kept = [earlier for earlier in kept if earlier.step <= entry.step or earlier.event in _KEPT]
+            kept = [earlier for earlier in kept if earlier.step <= entry.step or earlier.event in _NEVER_DROPPED]
         kept.append(entry)
     last = {(entry.event, entry.epoch): entry for entry in kept if entry.event in _ONCE_AN_EPOCH}
     return [entry for entry in kept if last.get((entry.event, entry.epoch), entry) is entry]

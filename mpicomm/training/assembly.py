@@ -46,7 +46,7 @@ class Assembly:
         self._names: Sequence[Sequence[str]] = parallel.names_in(optimizer, model)
         self.is_sharded = parallelism.strategy == "fsdp"
         self._template = ModelTemplate(model, copies=options.recovers and self.is_sharded)
-        self._parallelism, self._options = parallelism, options
+        self.options, self._parallelism = options, parallelism
         self._is_assembled = False
         self._scaler: dict[str, Any] | None = None  # the state of the loss scale in the previous world
 
@@ -56,7 +56,7 @@ class Assembly:
         The parameters of rank 0 are broadcast, except those of a replicated model if the trainer recovers from
         failures: the ranks then agree on whose parameters they use.
         """
-        options, device = self._options, world.device
+        options, device = self.options, world.device
         # 1. take the objects of the previous world apart
         if self._is_assembled:
             self._take_apart()
@@ -76,7 +76,7 @@ class Assembly:
         )
         # 3. prepare the training steps
         self.metrics.enter_world(device)
-        self.step = TrainingStep(self, self.loss_fn, options)
+        self.step = TrainingStep(self, self.loss_fn)
         self._is_assembled = True
 
     def _take_apart(self) -> None:

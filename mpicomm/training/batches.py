@@ -1,4 +1,4 @@
-"""Batches of any structure: the call of the model, checks of the loss, and the move to a device."""
+"""Batches of any structure: the arguments of the model, checks of the loss, and the move to a device."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _RULES = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """The call of the model for a batch."""
+class ModelArguments:
+    """The arguments with which the model is called for a batch."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -36,8 +36,8 @@ class Call:
     """The second argument of the loss function and of metrics: the whole batch if the model returns its loss."""
 
 
-def call_of(content: Any, target_key: str | None) -> Call:
-    """Return the call of the model for a batch. Only the outermost level of the batch is unpacked.
+def model_arguments(content: Any, target_key: str | None) -> ModelArguments:
+    """Return the arguments of the model for a batch. Only the outermost level of the batch is unpacked.
 
     Args:
         content: The batch.
@@ -49,39 +49,41 @@ def call_of(content: Any, target_key: str | None) -> Call:
     """
     if isinstance(content, Mapping):
         if target_key is None:
-            return Call((), content, content)
+            return ModelArguments((), content, content)
         if target_key not in content:
             raise ValueError(
                 f"the batch has no targets: expected the key {target_key!r}, got {', '.join(map(repr, content))}.\n"
                 f'Pass the key of the targets: Trainer(..., target_key="...").'
             )
-        return Call((), {name: value for name, value in content.items() if name != target_key}, content[target_key])
+        return ModelArguments(
+            (), {name: value for name, value in content.items() if name != target_key}, content[target_key]
+        )
     is_sequence = isinstance(content, (list, tuple))
     if target_key is None:
-        return Call(tuple(content) if is_sequence else (content,), {}, content)
+        return ModelArguments(tuple(content) if is_sequence else (content,), {}, content)
     if not is_sequence or len(content) < 2:
         raise TypeError(
-            f"expected batches of (inputs, targets), got {_shown(content)}.\n"
+            f"expected batches of (inputs, targets), got {_describe(content)}.\n"
             f"Return such pairs or mappings from the dataset, or omit loss_fn and return the loss from the model."
         )
-    return Call(tuple(content[:-1]), {}, content[-1])
+    return ModelArguments(tuple(content[:-1]), {}, content[-1])
 
 
-def call_without_targets(content: Any, target_key: str | None) -> Call:
-    """Return the call of the model for a batch whose targets are not needed, and may be absent.
+def model_arguments_without_targets(content: Any, target_key: str | None) -> ModelArguments:
+    """Return the arguments of the model for a batch whose targets are not needed, and may be absent.
 
     Args:
         content: The batch.
         target_key: The key of the targets in a mapping; None if the batch has no targets.
     """
     if target_key is not None and isinstance(content, Mapping):
-        return Call((), {name: value for name, value in content.items() if name != target_key}, None)
+        return ModelArguments((), {name: value for name, value in content.items() if name != target_key}, None)
     if target_key is not None and isinstance(content, (list, tuple)) and len(content) > 1:
-        return Call(tuple(content[:-1]), {}, None)
-    return call_of(content, None)
+        return ModelArguments(tuple(content[:-1]), {}, None)
+    return model_arguments(content, None)
 
 
-def check_call(model: nn.Module, call: Call) -> None:
+def check_arguments(model: nn.Module, inputs: ModelArguments) -> None:
     """Check that a batch fits the signature of the model's forward().
 
     Raises:
@@ -92,10 +94,10 @@ def check_call(model: nn.Module, call: Call) -> None:
     except (TypeError, ValueError):  # forward() is not written in Python and has no signature
         return
     try:
-        signature.bind(*call.args, **call.kwargs)
+        signature.bind(*inputs.args, **inputs.kwargs)
     except TypeError as error:
         parameters = [item.replace(annotation=inspect.Parameter.empty) for item in signature.parameters.values()]
-        given = [*map(_shown, call.args), *(f"{name}={_shown(value)}" for name, value in call.kwargs.items())]
+        given = [*map(_describe, inputs.args), *(f"{name}={_describe(value)}" for name, value in inputs.kwargs.items())]
         raise TypeError(
             f"the batch does not fit the model's forward({', '.join(map(str, parameters))}): "
             f"{error}, got ({', '.join(given)}).\n{_RULES}\n"
@@ -147,11 +149,13 @@ def check_loss(loss: Any, *, is_of_model: bool, is_of_step: bool = False) -> tor
         if_no_tensor = "Return the tensor itself, without .item()."
         if_no_mean = 'Use reduction="mean", as torch\'s losses do by default, or return loss.mean().'
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"{function} must return a tensor of shape []{or_output}, got {_shown(loss)}.\n{if_no_tensor}")
+        raise TypeError(
+            f"{function} must return a tensor of shape []{or_output}, got {_describe(loss)}.\n{if_no_tensor}"
+        )
     if loss.dim():
         raise ValueError(
-            f"{function} must return the mean loss of the batch, a tensor of shape []{or_output}, got {_shown(loss)}.\n"
-            f"{if_no_mean}"
+            f"{function} must return the mean loss of the batch, a tensor of shape []{or_output}, got "
+            f"{_describe(loss)}.\n{if_no_mean}"
         )
     raise ValueError(
         f"{function} must return a loss that depends on the model's parameters, got a tensor without a gradient.\n"
@@ -203,7 +207,7 @@ def count_samples(content: Any) -> int:
     length = _first_length(content)
     if length is None:
         raise TypeError(
-            f"cannot count the samples of a batch: got {_shown(content)} without a tensor that has a dimension.\n"
+            f"cannot count the samples of a batch: got {_describe(content)} without a tensor that has a dimension.\n"
             f"Set batch_size on the DataLoader, so that it collates and counts the samples."
         )
     return length
@@ -221,7 +225,7 @@ def _first_length(content: Any) -> int | None:
     return next((length for child in children if (length := _first_length(child)) is not None), None)
 
 
-def _shown(content: Any) -> str:
+def _describe(content: Any) -> str:
     """Return a short description of a value: its type, and the shape of a tensor or the length of a sequence."""
     if isinstance(content, torch.Tensor):
         return f"a tensor of shape {list(content.shape)}"

@@ -60,9 +60,6 @@ class Checkpoints:
         """
         # 1. create the saving thread
         self.directory = Path(directory).absolute()
-        self.kept: Collection[str] = ()
-        """The names of checkpoints that are never removed, as of the next save."""
-
         self._rank = dist.get_rank()
         self._uses_mpicomm = isinstance(dist.group.WORLD, MPIProcessGroup)
         self._in_background = mpi.serves_threads() if self._uses_mpicomm else dist.is_gloo_available()
@@ -79,7 +76,7 @@ class Checkpoints:
         """The newest complete checkpoint, or None."""
         # 3. check that all ranks can write, and create the group of the saving thread
         try:
-            self._probe()
+            self._probe_directory()
             self._group = self._make_group()
         except BaseException:
             self._release()
@@ -106,7 +103,7 @@ class Checkpoints:
             self._release()
             return None, self._unusable(0, str(error))
 
-    def _probe(self) -> None:
+    def _probe_directory(self) -> None:
         """Check that each rank sees a file of rank 0 in the directory, and can write to it (collective)."""
         token = self.directory / f".{collectives.broadcast_object(uuid.uuid4().hex, src=0)}"
 
@@ -114,7 +111,7 @@ class Checkpoints:
             if self._rank == 0:
                 run_directory.write(token, b"")
 
-        for act in (create, functools.partial(_probe, token, self._rank)):
+        for act in (create, functools.partial(_check_access, token, self._rank)):
             agreement.run_on_all_ranks(collectives.all_gather_object, act, OSError, self._unusable)
         if self._rank == 0:
             token.unlink(missing_ok=True)
@@ -131,20 +128,21 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, name: str, step: int, state: State, *, wait: bool) -> None:
+    def save(self, name: str, step: int, state: State, *, kept: Collection[str], wait: bool) -> None:
         """Write a checkpoint, in the background unless `wait` is set (collective).
 
         Args:
             name: The name of its directory. Names of later checkpoints must sort later alphabetically.
             step: The step of the run, for the marker and for messages.
             state: The content, which must not change until the checkpoint is complete.
+            kept: The names of checkpoints that this save does not remove.
             wait: Return after the checkpoint is complete. Implied where the backend cannot serve a second thread.
 
         Raises:
             CheckpointError: On every rank, if the previous checkpoint, or with `wait` this one, cannot be written.
         """
         self.wait()
-        self._running = self._pool.submit(self._save, name, step, state, self.kept)
+        self._running = self._pool.submit(self._save, name, step, state, kept)
         if wait or not self._in_background:
             self.wait()
 
@@ -192,10 +190,10 @@ class Checkpoints:
         # Runs on the saving thread.
         # 1. rank 0 creates a directory, all ranks write the content, then rank 0 renames and marks it
         writers = {"ranks": dist.get_world_size(), "torch": str(torch.__version__)}
-        temporary, failure = self._of_rank_0(lambda directory: directory.begin(name, step, **writers))
+        temporary, failure = self._run_on_rank_0(lambda directory: directory.begin(name, step, **writers))
         failure = failure or self._store(temporary, state)
         if not failure:
-            path, failure = self._of_rank_0(lambda directory: directory.publish(temporary, name))
+            path, failure = self._run_on_rank_0(lambda directory: directory.publish(temporary, name))
         # 2. remove old checkpoints, or the content of this one
         if not failure:
             self.newest = path
@@ -227,7 +225,7 @@ class Checkpoints:
             return reason
         return ""
 
-    def _of_rank_0(self, act: Callable[[RunDirectory], Path]) -> tuple[Path, str]:
+    def _run_on_rank_0(self, act: Callable[[RunDirectory], Path]) -> tuple[Path, str]:
         """Return the result of a function on rank 0, and the reason of a failure or "" (collective)."""
         outcome: list[Any] = [self.directory, ""]
         if self._run_directory is not None:
@@ -241,27 +239,27 @@ class Checkpoints:
     # -- loading -----------------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _contents(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         """The metadata of the newest checkpoint (collective on first use).
 
         Raises:
             CheckpointError: On every rank, if a rank cannot read it.
         """
         assert self.newest is not None
-        reader, contents = dcp.FileSystemReader(self.newest), {}
+        reader, metadata = dcp.FileSystemReader(self.newest), {}
         # A torch version may be unable to unpickle the metadata of a later one: torch 2.15 writes six properties of a
         # tensor, and torch 2.13 expects five. The type of the exception depends on the class that fails.
         agreement.run_on_all_ranks(
             collectives.all_gather_object,
-            lambda: contents.update(reader.read_metadata().state_dict_metadata),
+            lambda: metadata.update(reader.read_metadata().state_dict_metadata),
             Exception,
             functools.partial(_unreadable, self.newest),
         )
-        return contents
+        return metadata
 
     def objects(self) -> dict[str, Any]:
         """Return the objects of the newest checkpoint by name (collective)."""
-        names = [name for name in self._contents if name.startswith("object.")]
+        names = [name for name in self._metadata if name.startswith("object.")]
         state: State = dict.fromkeys(names, b"")
         self.load(state)
         return {name.removeprefix("object."): pickle.loads(state[name]) for name in names}
@@ -295,19 +293,19 @@ class Checkpoints:
         """
         tensors: dict[str, torch.Tensor] = {}
         for number in itertools.count():
-            about = self._contents.get(f"{prefix}.{number}")
-            if not isinstance(about, TensorStorageMetadata):
+            stored = self._metadata.get(f"{prefix}.{number}")
+            if not isinstance(stored, TensorStorageMetadata):
                 return tensors
             template = templates[number] if number < len(templates) else None
-            if template is None or (template.shape, template.dtype) != (about.size, about.properties.dtype):
-                template = torch.empty(about.size, dtype=about.properties.dtype)
+            if template is None or (template.shape, template.dtype) != (stored.size, stored.properties.dtype):
+                template = torch.empty(stored.size, dtype=stored.properties.dtype)
             tensors[str(number)] = torch.empty_like(template)
         return tensors
 
     @property
     def has_training_weights(self) -> bool:
         """Whether the model in the newest checkpoint has the weights of evaluations (collective on first use)."""
-        return any(name.startswith("training.") for name in self._contents)
+        return any(name.startswith("training.") for name in self._metadata)
 
     def parameters_with_state(self) -> set[str]:
         """Return the names of the parameters with optimizer state in the newest checkpoint (collective on first use).
@@ -315,9 +313,9 @@ class Checkpoints:
         A parameter that never had a gradient has none. The result also contains prefixes of these names.
         """
         prefix = "optimizer.state."
-        places = [name.removeprefix(prefix).split(".") for name in self._contents if name.startswith(prefix)]
+        paths = [name.removeprefix(prefix).split(".") for name in self._metadata if name.startswith(prefix)]
         # The depth of a state below the name of its parameter depends on the optimizer, so take every prefix.
-        return {".".join(place[:end]) for place in places for end in range(1, len(place))}
+        return {".".join(path[:end]) for path in paths for end in range(1, len(path))}
 
     def check_model(self, model: Mapping[str, Any]) -> None:
         """Check that a model matches the newest checkpoint.
@@ -326,23 +324,23 @@ class Checkpoints:
             CheckpointError: On every rank, if a parameter or buffer is missing or of another shape or dtype. The
                 message names the first one.
         """
-        here = {
+        own = {
             name: (tuple(tensor.shape), tensor.dtype)
             for name, tensor in model.items()
             if isinstance(tensor, torch.Tensor)
         }
-        there = {
+        stored = {
             name.removeprefix("model."): (tuple(tensor.size), tensor.properties.dtype)
-            for name, tensor in self._contents.items()
+            for name, tensor in self._metadata.items()
             if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)
         }
-        if here == there:
+        if own == stored:
             return
-        first = next(name for name in {**here, **there} if here.get(name) != there.get(name))
+        first = next(name for name in {**own, **stored} if own.get(name) != stored.get(name))
         raise raised_on_all_ranks(
             CheckpointError(
                 f"the checkpoint in {self.directory} is of another model: expected {first} to be "
-                f"{_shown(there.get(first))}, got {_shown(here.get(first))}.\n"
+                f"{_describe(stored.get(first))}, got {_describe(own.get(first))}.\n"
                 f"Pass another checkpoint_dir, or the model of the checkpoint."
             )
         )
@@ -374,21 +372,20 @@ def _unreadable(path: Path, rank: int, why: str) -> CheckpointError:
     message = f"cannot read the checkpoint {path}: rank {rank}: {why}."
     if own == writer:
         return CheckpointError(f"{message}\nRemove that directory to resume from the previous checkpoint.")
-    its, install = ("an unknown version of torch", "")
-    if writer is not None:
-        its, install = f"torch {writer}", f" (pip install torch=={writer.split('+')[0]})"
+    version = "an unknown version of torch" if writer is None else f"torch {writer}"
+    install = "" if writer is None else f" (pip install torch=={writer.split('+')[0]})"
     return CheckpointError(
-        f"{message}\nThe checkpoint was written by {its}, which torch {own} may be unable to read.\n"
+        f"{message}\nThe checkpoint was written by {version}, which torch {own} may be unable to read.\n"
         f"Resume the run with that version of torch{install}, or remove that directory to resume from the previous "
         f"checkpoint."
     )
 
 
-def _shown(leaf: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+def _describe(leaf: tuple[tuple[int, ...], torch.dtype] | None) -> str:
     return "absent" if leaf is None else f"{str(leaf[1]).removeprefix('torch.')}{list(leaf[0])}"
 
 
-def _probe(token: Path, rank: int) -> None:
+def _check_access(token: Path, rank: int) -> None:
     """Check that this rank sees the file of rank 0, and can write to the same directory."""
     if not mpi.poll(token.exists, _VISIBLE_SECONDS, longest_pause=0.1):
         raise OSError("a file that rank 0 created in it is not visible on this rank")

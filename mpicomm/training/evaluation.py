@@ -115,7 +115,7 @@ class Averages:
     def reduce(self) -> tuple[dict[str, float], int]:
         """Return the means over the samples of all ranks, and the number of these samples (collective)."""
         sums = [total.item() for total in self._sums.values()]
-        *totals, count = rank_sync.reduced([*sums, self.count])
+        *totals, count = rank_sync.sum_over_ranks([*sums, self.count])
         return {name: total / max(count, 1) for name, total in zip(self._sums, totals, strict=True)}, int(count)
 
 
@@ -152,20 +152,20 @@ def predict(training_step: TrainingStep, source: DataSource, *, has_targets: boo
                     # The rank and the step are the position in data without indices, whose batches the ranks take by
                     # turns. Without shared data, the samples of rank 0 come first, then those of rank 1, and so on.
                     turn = number * world.size + world.rank if source.is_shared else world.rank
-                    places = batch.indices if batch.indices is not None else [turn] * batch.count
-                    collected.add(outputs, batch.count, torch.tensor(places))
+                    positions = batch.indices if batch.indices is not None else [turn] * batch.count
+                    collected.add(outputs, batch.count, torch.tensor(positions))
     return _collected(collected, all_ranks=all_ranks)
 
 
 class _Outputs:
-    """The outputs of this rank, and the places of their samples in the data."""
+    """The outputs of this rank, and the positions of their samples in the data."""
 
     def __init__(self) -> None:
         self.structure: Any = None
         self._columns: list[list[torch.Tensor]] = []  # for each tensor of the outputs, its part in each batch
-        self._places: list[torch.Tensor] = []
+        self._positions: list[torch.Tensor] = []
 
-    def add(self, outputs: Any, count: int, places: torch.Tensor) -> None:
+    def add(self, outputs: Any, count: int, positions: torch.Tensor) -> None:
         """Add the outputs of a batch of `count` samples."""
         leaves: list[Any] = []
         structure = pytree.flatten(_without_loss(outputs), leaves, frozenset({torch.Tensor}))
@@ -184,7 +184,7 @@ class _Outputs:
                     f"{list(column[0].shape[1:])}.\nPad the outputs to one shape in the model."
                 )
             column.append(leaf.cpu())
-        self._places.append(places)
+        self._positions.append(positions)
 
     @property
     def layout(self) -> _Layout | None:
@@ -194,10 +194,10 @@ class _Outputs:
         return self.structure, [(column[0].dtype, tuple(column[0].shape[1:])) for column in self._columns]
 
     def tensors(self, layout: _Layout) -> list[torch.Tensor]:
-        """Return the places and the outputs of all samples of this rank, each as one tensor."""
+        """Return the positions and the outputs of all samples of this rank, each as one tensor."""
         columns = self._columns or [[torch.empty(0, *shape, dtype=dtype)] for dtype, shape in layout[1]]
-        places = torch.cat(self._places) if self._places else torch.empty(0, dtype=torch.int64)
-        return [places, *[torch.cat(column) for column in columns]]
+        positions = torch.cat(self._positions) if self._positions else torch.empty(0, dtype=torch.int64)
+        return [positions, *[torch.cat(column) for column in columns]]
 
 
 def _without_loss(outputs: Any) -> Any:
@@ -230,7 +230,7 @@ def _collected(own: _Outputs, *, all_ranks: bool) -> Any:
     """Gather the outputs of all ranks, and order them (collective)."""
     # 1. compare the layouts; a rank without samples has none
     layouts = collectives.all_gather_object(own.layout)
-    ranks = [rank for rank, of_rank in enumerate(layouts) if of_rank is not None]
+    ranks = [rank for rank, layout in enumerate(layouts) if layout is not None]
     layout = layouts[ranks[0]] if ranks else None
     if layout is None:
         raise raised_on_all_ranks(
@@ -251,8 +251,8 @@ def _collected(own: _Outputs, *, all_ranks: bool) -> Any:
     gathered = collectives.all_gather(tensors) if all_ranks else collectives.gather(tensors, dst=0)
     if gathered is None:
         return None
-    # 3. order the samples: stable, since the samples of a batch may have one place
-    places, *columns = [torch.cat([part.cpu() for part in parts]) for parts in zip(*gathered, strict=True)]
-    order = places.argsort(stable=True)
+    # 3. order the samples: stable, since the samples of a batch may have one position
+    positions, *columns = [torch.cat([part.cpu() for part in parts]) for parts in zip(*gathered, strict=True)]
+    order = positions.argsort(stable=True)
     ordered: Iterator[torch.Tensor] = iter([column[order] for column in columns])
     return pytree.unflatten(layout[0], ordered)

@@ -95,23 +95,23 @@ _known: dict[str, list[str]] = {}
 """The arguments of each decorated method."""
 
 
-def explained(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def suggest_arguments(method: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator that answers unknown arguments of a method with the right ones.
 
     Args:
-        what: The name of the method in messages.
+        method: Its name in messages.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = _known[what] = list(inspect.signature(function).parameters)[1:]  # without self
+        known = _known[method] = list(inspect.signature(function).parameters)[1:]  # without self
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name, value in kwargs.items():
                 if name not in known:
-                    raise TypeError(f"{what} has no argument {name!r}.\n{_remedy(what, name)}.")
+                    raise TypeError(f"{method} has no argument {name!r}.\n{_remedy(method, name)}.")
                 if isinstance(value, (str, int)) and (remedy := REMEDIES.get(f"{name}={value!r}")):
-                    raise ValueError(f"{what} does not know {name}={value!r}.\n{remedy}.")
+                    raise ValueError(f"{method} does not know {name}={value!r}.\n{remedy}.")
             return function(*args, **kwargs)
 
         return checked
@@ -119,12 +119,13 @@ def explained(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def _remedy(what: str, name: str) -> str:
+def _remedy(method: str, name: str) -> str:
     if name in REMEDIES:
         return REMEDIES[name]
     similar = difflib.get_close_matches(name, [known for names in _known.values() for known in names], 1)
     if not similar:
-        return f"Use one of {', '.join(_known[what])}"
-    owners = [method for method, names in _known.items() if similar[0] in names]
-    methods = [what] if what in owners else owners
-    return f"Use {' or '.join(f'{method}({similar[0]}=...)' for method in methods)}"
+        return f"Use one of {', '.join(_known[method])}"
+    owners = [owner for owner, names in _known.items() if similar[0] in names]
+    if method in owners:
+        owners = [method]
+    return f"Use {' or '.join(f'{owner}({similar[0]}=...)' for owner in owners)}"

@@ -79,9 +79,9 @@ class StopRequest:
         """
         before = self._install_handlers()
         done = threading.Event()
-        clock = scheduler_clock(os.environ) if polls_scheduler and stop_margin is not None else None
-        if clock is not None:
-            watch = threading.Thread(target=self._poll_scheduler, args=(clock, stop_margin, done), daemon=True)
+        query = remaining_time_query(os.environ) if polls_scheduler and stop_margin is not None else None
+        if query is not None:
+            watch = threading.Thread(target=self._poll_scheduler, args=(query, stop_margin, done), daemon=True)
             watch.name = "mpicomm-time-left"
             watch.start()
         try:
@@ -105,16 +105,19 @@ class StopRequest:
             os.kill(os.getpid(), number)
         self.why = self.why or signal.Signals(number).name
 
-    def _poll_scheduler(self, clock: Callable[[], float | None], stop_margin: float, done: threading.Event) -> None:
+    def _poll_scheduler(self, query: Callable[[], float | None], stop_margin: float, done: threading.Event) -> None:
         wait, is_first = 0.0, True
         while not done.wait(wait):
-            left = clock()
-            if left is not None and is_first:
-                stop_margin, is_first = min(stop_margin, left / 2), False  # so that each run of a short job progresses
-            if left is not None and left <= stop_margin:
-                self.why = self.why or f"{left:.0f} s remaining in the allocation"
+            remaining = query()
+            if remaining is not None and is_first:
+                stop_margin, is_first = (
+                    min(stop_margin, remaining / 2),
+                    False,
+                )  # so that each run of a short job progresses
+            if remaining is not None and remaining <= stop_margin:
+                self.why = self.why or f"{remaining:.0f} s remaining in the allocation"
                 return
-            wait = _POLL_SECONDS if left is None else min(_POLL_SECONDS, max(1.0, left - stop_margin))
+            wait = _POLL_SECONDS if remaining is None else min(_POLL_SECONDS, max(1.0, remaining - stop_margin))
 
 
 def _ignore(_number: int, _frame: types.FrameType | None) -> None:
@@ -124,7 +127,7 @@ def _ignore(_number: int, _frame: types.FrameType | None) -> None:
 # -- the remaining time of a job ---------------------------------------------------------------------------------------
 
 
-def scheduler_clock(environ: Mapping[str, str]) -> Callable[[], float | None] | None:
+def remaining_time_query(environ: Mapping[str, str]) -> Callable[[], float | None] | None:
     """Return a function that queries the scheduler for the remaining seconds.
 
     Returns:
@@ -147,14 +150,14 @@ def scheduler_clock(environ: Mapping[str, str]) -> Callable[[], float | None] | 
 
 def seconds_of_slurm(text: str) -> float | None:
     """Return the seconds of squeue's `%L` field, [days-][hours:][minutes:]seconds; None if it is not a duration."""
-    days, _, clock = text.strip().rpartition("-")
+    days, _, time_of_day = text.strip().rpartition("-")
     try:
-        parts = [int(part) for part in clock.split(":")]
+        parts = [int(part) for part in time_of_day.split(":")]
         total = 86400 * int(days or 0)
     except ValueError:  # UNLIMITED, NOT_SET, INVALID or nothing
         return None
-    for place, part in enumerate(reversed(parts)):  # leading units may be absent
-        total += part * 60**place
+    for exponent, part in enumerate(reversed(parts)):  # leading units may be absent
+        total += part * 60**exponent
     return float(total)
 
 

@@ -15,7 +15,9 @@ from mpicomm.arguments import FLAG
 from mpicomm.job import session
 from mpicomm.job.session import World
 from mpicomm.training import batches, optimizers, parallel, rank_sync
-from mpicomm.training.data import SHARD, DataRank, IndexedSource, LoaderOptions, Step, make_source
+from mpicomm.training.data import DataRank, LoaderOptions, Step
+from mpicomm.training.data_argument import SHARD, make_source
+from mpicomm.training.indexed_data import IndexedSource
 from mpicomm.training.parallel import ParallelOptions
 
 _LOADER = arguments.instance(
@@ -95,8 +97,8 @@ class PreparedLoader:
 
     def __init__(self, loader: DataLoader[Any], world: World, seed: int, shard: bool | None, name: str) -> None:
         self._world = world
-        place = DataRank(world.rank, world.size)
-        make = functools.partial(make_source, loader, LoaderOptions(seed=seed), place, shard=shard)
+        data_rank = DataRank(world.rank, world.size)
+        make = functools.partial(make_source, loader, LoaderOptions(seed=seed), data_rank, shard=shard)
         self._source = rank_sync.agreed_source(make, {}, "prepare", name)
         self._epoch = 0
         self.weight = 1.0

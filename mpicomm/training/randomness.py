@@ -14,7 +14,9 @@ import torch
 
 T = TypeVar("T")
 
-_SEED_DISTANCE = 1_000_003  # distance between the seeds of consecutive ranks
+# Between the seeds of consecutive ranks. It is larger than the differences between seeds that users choose: with seeds
+# 0 and 1, rank 1 of the first run must not draw the numbers of rank 0 of the second one.
+_SEED_DISTANCE = 1_000_003
 
 
 def seed_all(seed: int, rank: int = 0) -> None:

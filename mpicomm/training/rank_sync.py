@@ -19,27 +19,21 @@ from mpicomm.training.data import DataSource, Step
 from mpicomm.training.parallel import DDPModel, FSDPModel
 
 if TYPE_CHECKING:
-    from mpicomm.training.step_metrics import Clock
+    from mpicomm.training.step_metrics import StepTimer
 
 _FIRST = "digest of the first sample"  # in the result of begin_epoch
 _OF_EQUAL_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def reduced(values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
-    """Return the element-wise reduction of the values over all ranks, in float64 (collective)."""
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Return the element-wise sum of the values of all ranks, in float64 (collective)."""
+    return _reduce(values, dist.ReduceOp.SUM)
+
+
+def _reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
     numbers = torch.tensor(values, dtype=torch.float64, device=group_argument.resolve(None, "the trainer").control)
     dist.all_reduce(numbers, op)
     return numbers.tolist()
-
-
-def total(count: int) -> int:
-    """Return the sum over all ranks (collective)."""
-    return int(reduced([count])[0])
-
-
-def most(count: int) -> int:
-    """Return the maximum over all ranks (collective)."""
-    return int(reduced([count], dist.ReduceOp.MAX)[0])
 
 
 def check_equal(values: Mapping[str, object], call: str, remedy: str) -> None:
@@ -56,9 +50,9 @@ def check_equal(values: Mapping[str, object], call: str, remedy: str) -> None:
     _compare(collectives.all_gather_object(dict(values)), call, remedy)
 
 
-def _compare(of_ranks: Sequence[Mapping[str, object]], call: str, remedy: str) -> None:
-    for name in dict.fromkeys(itertools.chain.from_iterable(of_ranks)):
-        rows = agreement.ranks_by_value([values.get(name) for values in of_ranks], range(len(of_ranks)))
+def _compare(values_by_rank: Sequence[Mapping[str, object]], call: str, remedy: str) -> None:
+    for name in dict.fromkeys(itertools.chain.from_iterable(values_by_rank)):
+        rows = agreement.ranks_by_value([values.get(name) for values in values_by_rank], range(len(values_by_rank)))
         if len(rows) > 1:
             by_rank = ", ".join(f"{value} on {hang_report.called(ranks)}" for value, ranks in rows.items())
             raise raised_on_all_ranks(
@@ -98,7 +92,7 @@ def agreed_source(
     except Exception as caught:  # noqa: BLE001  raised after the other ranks know of it
         error = caught
     own = (None if error is None else str(error), dict(arguments), dict(layout))
-    messages, of_ranks, layouts = zip(*collectives.all_gather_object(own), strict=True)
+    messages, arguments_by_rank, layouts = zip(*collectives.all_gather_object(own), strict=True)
     if error is not None:
         raise error
     assert source is not None
@@ -107,9 +101,9 @@ def agreed_source(
         raise raised_on_all_ranks(
             TrainingError(f"{call}: {argument} of {hang_report.called(failed)}: {messages[failed[0]]}")
         )
-    _compare(of_ranks, call, "Pass the same arguments on every rank.")
+    _compare(arguments_by_rank, call, "Pass the same arguments on every rank.")
     _compare(
-        [{f"the {name} of {argument}": value for name, value in of_rank.items()} for of_rank in layouts],
+        [{f"the {name} of {argument}": value for name, value in layout.items()} for layout in layouts],
         call,
         f"Pass the same data on every rank, or set {shard}=False if each rank passes its own share.",
     )
@@ -117,7 +111,7 @@ def agreed_source(
 
 
 def aligned_steps(
-    source: DataSource, steps: Iterator[Step], padding: Callable[[], Step], clock: Clock | None = None
+    source: DataSource, steps: Iterator[Step], padding: Callable[[], Step], timer: StepTimer | None = None
 ) -> Iterator[Step]:
     """Return steps with a total and the same number of batches on all ranks, until no rank has samples (collective).
 
@@ -125,24 +119,25 @@ def aligned_steps(
         source: The data.
         steps: The steps of this rank.
         padding: Returns a step of padding, for a rank without samples in a step in which other ranks have some.
-        clock: Measures the time for data and communication.
+        timer: Measures the time for data and communication.
     """
-    return steps if source.is_counted else _aligned(steps, padding, clock)
+    return steps if source.is_counted else _aligned(steps, padding, timer)
 
 
-def _aligned(steps: Iterator[Step], padding: Callable[[], Step], clock: Clock | None) -> Iterator[Step]:
+def _aligned(steps: Iterator[Step], padding: Callable[[], Step], timer: StepTimer | None) -> Iterator[Step]:
     while True:
         # 1. load the step, and agree on its number of samples
         step = next(steps, Step([]))
-        if clock is not None:
-            clock.add("data")
-        count = total(step.count)
-        if clock is not None:
-            clock.add("communication")
+        if timer is not None:
+            timer.add("data")
+        count = int(sum_over_ranks([step.count])[0])
+        if timer is not None:
+            timer.add("communication")
         if not count:
             return
         # 2. cut or pad it to the same number of batches on all ranks
-        step = (step if step.batches else padding()).with_length(most(len(step.batches)))
+        most_batches = int(_reduce([len(step.batches)], dist.ReduceOp.MAX)[0])
+        step = (step if step.batches else padding()).with_length(most_batches)
         step.total = count
         yield step
 
@@ -162,26 +157,26 @@ def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ())
             an iterable-style dataset together have read different first samples.
     """
     own = source.order_settings, source.first_samples
-    of_ranks = [own] if source.is_counted else collectives.all_gather_object(own)
-    _check_first_samples(source, [first for _, first in of_ranks])
-    now = [{**settings, _FIRST: first and first[1][0].hex()} for settings, first in of_ranks]
+    gathered = [own] if source.is_counted else collectives.all_gather_object(own)
+    _check_first_samples(source, [first for _, first in gathered])
+    now = [{**settings, _FIRST: first and first[1][0].hex()} for settings, first in gathered]
     differences = [
-        (rank, name, was[name], value)
-        for rank, (of_rank, was) in enumerate(zip(now, before, strict=False))
-        for name, value in of_rank.items()
-        if was.get(name, value) != value
+        (rank, name, old_values[name], value)
+        for rank, (values, old_values) in enumerate(zip(now, before, strict=False))
+        for name, value in values.items()
+        if old_values.get(name, value) != value
     ]
-    for rank, name, was, value in differences:
+    for rank, name, old_value, value in differences:
         if name != _FIRST:
             raise raised_on_all_ranks(
                 TrainingError(
-                    f"fit: cannot continue within the epoch with other data: the {name} of train_data was {was}, got "
-                    f"{value} on rank {rank}.\n"
+                    f"fit: cannot continue within the epoch with other data: the {name} of train_data was "
+                    f"{old_value}, got {value} on rank {rank}.\n"
                     f"Pass the same data and arguments until this epoch is complete. Between epochs they can change."
                 )
             )
     if differences and dist.get_rank() == 0:
-        name, _ = of_ranks[differences[0][0]][1] or ("", [])
+        name, _ = gathered[differences[0][0]][1] or ("", [])
         warnings.warn(
             f"the run continues within an epoch, whose first sample of {name} differs from that before the "
             f"interruption: unless only its augmentation is random, samples of this epoch are repeated or omitted.\n"
@@ -194,15 +189,15 @@ def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ())
 
 def _check_first_samples(source: DataSource, firsts: Sequence[tuple[str, list[bytes]] | None]) -> None:
     digests = [set() if first is None else set(first[1]) for first in firsts]
-    several = [rank for rank, of_rank in enumerate(digests) if len(of_rank) > 1]
-    others = [rank for rank, of_rank in enumerate(digests) if source.is_shared and of_rank != digests[0]]
+    several = [rank for rank, own in enumerate(digests) if len(own) > 1]
+    others = [rank for rank, own in enumerate(digests) if source.is_shared and own != digests[0]]
     if not source.is_first_compared or not (several or others):
         return
     name, own = next(first for rank, first in enumerate(firsts) if first is not None and rank in {*several, *others})
     if source.is_shared:
-        where = f"rank 0 and {hang_report.called(others)}" if others else "worker processes"
+        processes = f"rank 0 and {hang_report.called(others)}" if others else "worker processes"
         message = (
-            f"the ranks cannot share the iterable-style dataset {name}: its first sample differs between {where}.\n"
+            f"the ranks cannot share the iterable-style dataset {name}: its first sample differs between {processes}.\n"
             f"Set shard=False if it yields the share of each rank (eval_shard=False for eval_data), or shard=True if "
             f"it yields all samples in the same order in every process."
         )
@@ -242,18 +237,18 @@ def no_data() -> ValueError:
     )
 
 
-def reasons(why: str | None) -> str:
+def gather_stop_reasons(reason: str | None) -> str:
     """Return the reasons of the stop requests with their ranks, such as `SIGTERM on rank 1` (collective)."""
-    of_ranks = collectives.all_gather_object(why)
-    rows = agreement.ranks_by_value(of_ranks, range(len(of_ranks))).items()
+    reasons = collectives.all_gather_object(reason)
+    rows = agreement.ranks_by_value(reasons, range(len(reasons))).items()
     return ", ".join(f"{reason} on {hang_report.called(ranks)}" for reason, ranks in rows if reason is not None)
 
 
-def samples(step: Step, is_finite: bool) -> dict[str, Sequence[int]]:
+def gather_nonfinite_samples(step: Step, is_finite: bool) -> dict[str, Sequence[int]]:
     """Return the known sample indices of the ranks whose loss is not finite, by rank (collective)."""
     own = None if is_finite else [index for batch in step.batches for index in batch.indices or ()]
-    of_ranks = collectives.all_gather_object(own)
-    return {str(rank): indices for rank, indices in enumerate(of_ranks) if indices is not None}
+    gathered = collectives.all_gather_object(own)
+    return {str(rank): indices for rank, indices in enumerate(gathered) if indices is not None}
 
 
 def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:

@@ -30,9 +30,9 @@ from mpicomm.metrics_file import MetricsFile
 from mpicomm.training import loggers
 from mpicomm.training.data import LoaderOptions
 from mpicomm.training.loggers import Logger, LoggerArgument
-from mpicomm.training.recovering_calls import Recovery
+from mpicomm.training.newest_state import Recovery
 from mpicomm.training.state import Position
-from mpicomm.training.step_metrics import Clock
+from mpicomm.training.step_metrics import StepTimer
 
 STYLES = ("auto", "bar", "lines", "none")
 _SHOW_SECONDS = 0.1  # between two updates of the bar: rendering it takes about a millisecond
@@ -79,7 +79,7 @@ class Reporter:
             sinks: Functions that take each entry: of the metrics file and the loggers, on rank 0.
             display: Prints on rank 0.
         """
-        self.clock = Clock(world.device)
+        self.timer = StepTimer(world.device)
         self._world, self._sinks, self._display = world, sinks, display
         self._begun = self._logged = time.monotonic()
         self._samples = 0  # of all ranks, since this process started
@@ -88,7 +88,7 @@ class Reporter:
         self._loss: float | None = None
         self._next_show = 0.0
         self._gpu_utilization: list[int] = []
-        self._parts = dict.fromkeys(self.clock.parts, 0.0)
+        self._parts = dict.fromkeys(self.timer.parts, 0.0)
         self._recovery: Recovery | None = None  # until the next step is complete
 
     def write(self, event: str, position: Position, line: str = "", /, **values: Any) -> None:
@@ -155,7 +155,7 @@ class Reporter:
         """Write a step entry that covers the steps since the last one, with the values that the user has logged."""
         now = time.monotonic()
         self._loss = self._loss if loss is None else loss
-        parts = self.clock.reset()
+        parts = self.timer.reset()
         for name, part_seconds in parts.items():
             self._parts[name] += part_seconds
         seconds = max(now - self._logged, 1e-9)
@@ -187,7 +187,9 @@ class Reporter:
 
     def step_evaluation(self, position: Position, metrics: Mapping[str, float]) -> None:
         """Report an evaluation within an epoch."""
-        self.write("step_eval", position, f"step {position.step}: {_shown(metrics, {'eval_samples'})}", **metrics)
+        self.write(
+            "step_eval", position, f"step {position.step}: {_format_metrics(metrics, {'eval_samples'})}", **metrics
+        )
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -222,8 +224,8 @@ class Reporter:
             of_parts = sum(self._parts.values()) or 1.0
             rows = {
                 "steps": f"{position.step:,} in {position.epoch} epochs",
-                "time": f"{terminal.clock(seconds)} (evaluation {terminal.clock(self._excluded)})",
-                "samples/s": f"{self._rate():,.0f} on {_shown_ranks(self._world.size)}",
+                "time": f"{terminal.format_duration(seconds)} (evaluation {terminal.format_duration(self._excluded)})",
+                "samples/s": f"{self._rate():,.0f} on {_format_ranks(self._world.size)}",
                 "rank 0's steps": ", ".join(f"{value / of_parts:.0%} {name}" for name, value in self._parts.items()),
             }
             self._display.close()
@@ -234,10 +236,12 @@ class Reporter:
 
 
 def _epoch_line(position: Position) -> str:
-    return f"epoch {position.epoch}: {_shown(position.history[-1], {'epoch', 'step', 'samples', 'eval_samples'})}"
+    return (
+        f"epoch {position.epoch}: {_format_metrics(position.history[-1], {'epoch', 'step', 'samples', 'eval_samples'})}"
+    )
 
 
-def _shown(metrics: Mapping[str, float], omitted: set[str]) -> str:
+def _format_metrics(metrics: Mapping[str, float], omitted: set[str]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in omitted)
 
 
@@ -360,7 +364,7 @@ class Display:
         if self._samples is None:
             return ""
         seconds = (self._samples - epoch * (self._total or 0) - consumed) / max(rate, 1e-9)
-        return f"  {terminal.clock(seconds)} left"
+        return f"  {terminal.format_duration(seconds)} left"
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""
@@ -377,7 +381,7 @@ class Display:
             self._bar = None
 
 
-def _shown_ranks(count: int) -> str:
+def _format_ranks(count: int) -> str:
     """Return `1 rank`, or `1,024 ranks`."""
     return "1 rank" if count == 1 else f"{count:,} ranks"
 
@@ -395,11 +399,11 @@ def _summary(rows: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> Tab
     by_host: dict[str, list[Mapping[str, Any]]] = {}
     for rank in ranks:
         by_host.setdefault(rank["host"], []).append(rank)
-    for host, of_host in by_host.items():
-        memory = max(rank["memory"] for rank in of_host) / 2**20
-        devices = sorted({rank["device"] for rank in of_host})
-        text = f"{_shown_ranks(len(of_host))} on {', '.join(devices)}, peak {memory:,.0f} MiB per rank"
-        used = [rank["utilization"] for rank in of_host if rank["utilization"] is not None]
+    for host, host_ranks in by_host.items():
+        memory = max(rank["memory"] for rank in host_ranks) / 2**20
+        devices = sorted({rank["device"] for rank in host_ranks})
+        text = f"{_format_ranks(len(host_ranks))} on {', '.join(devices)}, peak {memory:,.0f} MiB per rank"
+        used = [rank["utilization"] for rank in host_ranks if rank["utilization"] is not None]
         if used:
             text += f", GPU utilization {min(used)} to {max(used)} %"
         table.add_row(host, text)

@@ -49,9 +49,6 @@ class LoopOptions:
     log_every: int
     check_every: int | None
     schedule: str
-    skips: bool
-    """Whether steps whose loss is not finite are skipped."""
-
     report: ReportOptions
     profile: ProfileOptions
 
@@ -61,6 +58,7 @@ class FitCall:
     """A call of `fit`. If ranks fail, its loops are opened again in the next world, with the same object."""
 
     limits: RunLimits
+    requests: RunRequests
     stop_request: StopRequest
     metrics: Mapping[str, Metric]
     monitored: str
@@ -114,7 +112,7 @@ class StepVote:
         """Start the sum of these numbers, of which all ranks have equally many."""
         self._own = np.array(numbers, np.float64)
         if self._recovers:
-            self._sums = np.array(rank_sync.reduced(numbers))
+            self._sums = np.array(rank_sync.sum_over_ranks(numbers))
         elif self._comm is not None:
             self._sums = np.empty_like(self._own)
             self._pending = self._comm.Iallreduce(self._own, self._sums)
@@ -139,27 +137,34 @@ class StepVote:
 
 
 class ResumableRun:
-    """A run that saves checkpoints and stops early on request. Without checkpoints, only `limits` can end it early."""
+    """A run that saves checkpoints and stops early on request.
+
+    Without checkpoints, only the limits and requests of this call of `fit` can end it early.
+    """
 
     def __init__(
         self,
-        parts: Assembly,
-        checkpoints: Checkpoints | None,
         fit_call: FitCall,
+        parts: Assembly,
+        train: DataSource,
+        checkpoints: Checkpoints | None,
+        vote: StepVote | None,
     ) -> None:
-        self.checkpoints = checkpoints
-        self._fit_call, self._limits, self._stop_request = fit_call, fit_call.limits, fit_call.stop_request
-        self.can_stop = checkpoints is not None or self._limits.is_voted
-        """Whether a rank can stop or end the run."""
+        """Prepare the run.
 
-        self.vote: StepVote | None = None  # set if `can_stop`, or if ranks vote on skipping or share the step
+        Args:
+            fit_call: The call of `fit`.
+            parts: The objects whose state a checkpoint contains.
+            train: The training data.
+            checkpoints: The checkpoints of the run, if it has any.
+            vote: The vote of the ranks in each step; None if they neither stop, end nor skip on request.
+        """
+        self.checkpoints = checkpoints
         self.is_ending = False
         """Whether the last vote has ended the run."""
 
-        self.inexact: str | None = None
-        """Why a run that resumes within an epoch may differ, and the remedy, until it is reported."""
-
-        self._parts = parts
+        self._fit_call, self._parts, self._train, self._vote = fit_call, parts, train, vote
+        self._inexact_reason = train.inexact_reason  # until it is reported
         self._saved: tuple[str | None, bool] = None, False  # the name, and whether it has the weights of evaluations
         self._unreported: Path | None = None  # the newest checkpoint, until `on_checkpoint` is called
 
@@ -168,7 +173,12 @@ class ResumableRun:
         """The directory of the checkpoints, if any."""
         return None if self.checkpoints is None else self.checkpoints.directory
 
-    def restore(self, train: DataSource) -> bool:
+    @property
+    def can_stop(self) -> bool:
+        """Whether a rank can stop or end the run."""
+        return self.checkpoints is not None or self._fit_call.limits.is_voted
+
+    def restore(self) -> bool:
         """Restore the newest checkpoint, and return whether there is one (collective).
 
         Raises:
@@ -176,7 +186,7 @@ class ResumableRun:
         """
         if self.checkpoints is None or self.checkpoints.newest is None:
             return False
-        state.restore(self.checkpoints, self._parts, train)
+        state.restore(self.checkpoints, self._parts, self._train)
         self._saved = self._parts.position.name, True  # it need not be written again
         self._unreported = self.checkpoints.newest
         return True
@@ -188,21 +198,23 @@ class ResumableRun:
 
     def start_vote(self, *, is_finite: bool = True, numbers: Sequence[float] = ()) -> None:
         """Start a vote of the ranks, and the sum of further numbers of all ranks."""
-        if self.vote is not None:
-            is_stopping, has_failed = False, False
+        if self._vote is not None:
+            is_stopping, has_failed, requests = False, False, self._fit_call.requests
             if self.checkpoints is not None:
-                is_stopping, has_failed = self._stop_request.why is not None, self.checkpoints.has_failed
-            self.vote.start([*Votes(is_stopping, has_failed, self._limits.requests_end, not is_finite), *numbers])
+                is_stopping, has_failed = self._fit_call.stop_request.why is not None, self.checkpoints.has_failed
+            requests.check_max_time()
+            own = Votes(is_stopping, has_failed, requests.end_reason is not None, not is_finite)
+            self._vote.start([*own, *numbers])
 
     def votes(self) -> tuple[Votes, list[float]]:
         """Wait for the vote, and return its result and the sums of the further numbers (collective)."""
-        if self.vote is None:
+        if self._vote is None:
             return Votes(), []
-        sums, count = self.vote.result(), len(Votes._fields)
+        sums, count = self._vote.result(), len(Votes._fields)
         return Votes(*sums[:count]), sums[count:]
 
-    def is_stopping(self) -> bool:
-        """Wait for the vote, and return whether any rank requests a stop (collective).
+    def complete_vote(self) -> bool:
+        """Wait for the vote, note whether it ends the run, and return whether any rank requests a stop (collective).
 
         Raises:
             CheckpointError: On all ranks, if the save in progress has failed.
@@ -213,9 +225,9 @@ class ResumableRun:
             self.checkpoints.wait()
         return votes.stop > 0
 
-    def ends_between_epochs(self) -> bool:
-        """Return whether any rank requests the end of the run (collective if ranks can request it)."""
-        if self._limits.is_voted and not self.is_ending:
+    def vote_between_epochs(self) -> bool:
+        """Vote, and return whether any rank requests the end of the run (collective if ranks can request it)."""
+        if self._fit_call.limits.is_voted and not self.is_ending:
             self.start_vote()
             self.is_ending = self.votes()[0].end > 0
         return self.is_ending
@@ -242,18 +254,17 @@ class ResumableRun:
             self._parts.metrics.check()  # raises if a loss is not finite: such a state must not be saved
             parallel.share_buffers(self._parts.wrapped.inner)  # any rank may write the entries that all ranks have
             self._saved = position.name, is_measured
-            if position.consumed and self.inexact is not None:
-                self._warn(self.inexact)
+            if position.consumed and self._inexact_reason is not None:
+                self._warn(self._inexact_reason)
             reporter.write("checkpoint", position)
-            self.checkpoints.kept = kept
             content = state.collect(self._parts, self._fit_call.evaluating if is_measured else None)
-            self.checkpoints.save(position.name, position.step, content, wait=wait)
+            self.checkpoints.save(position.name, position.step, content, kept=kept, wait=wait)
             self._unreported = self.checkpoints.directory / position.name
         if wait:
             self._complete()
 
     def _warn(self, why: str) -> None:
-        self.inexact = None
+        self._inexact_reason = None
         if self._parts.world.rank == 0:
             warnings.warn(
                 f"a run that resumes from a checkpoint within an epoch may take other samples or random numbers: {why}"
@@ -272,7 +283,7 @@ class ResumableRun:
     def stop(self, reporter: Reporter) -> NoReturn:
         """Save a checkpoint, and raise `Preempted` (collective)."""
         position = self._parts.position
-        why = rank_sync.reasons(self._stop_request.why)
+        why = rank_sync.gather_stop_reasons(self._fit_call.stop_request.why)
         self.save(reporter, wait=True)
         line = f"{why}: stopped at step {position.step} after saving a checkpoint; start the run again to resume"
         reporter.write("preempted", position, line, why=why)
@@ -282,39 +293,58 @@ class ResumableRun:
         """Report why the run ends before its last epoch, if ranks have requested it (collective)."""
         position = self._parts.position
         if self.is_ending:
-            why = rank_sync.reasons(self._limits.why)
+            why = rank_sync.gather_stop_reasons(self._fit_call.requests.end_reason)
             reporter.write("ended", position, f"{why}: ended at step {position.step}", why=why)
 
 
 @contextlib.contextmanager
-def opened(fit_call: FitCall, options: LoopOptions, parts: Assembly, *, recovers: bool) -> Iterator[ResumableRun]:
+def opened(fit_call: FitCall, options: LoopOptions, parts: Assembly, train: DataSource) -> Iterator[ResumableRun]:
     """Open the checkpoints of a run, and react to signals and the end of the allocation in a block (collective).
 
     Args:
         fit_call: The call of `fit`.
         options: The arguments of the trainer.
         parts: The objects whose state a checkpoint contains.
-        recovers: Whether training continues after a rank has failed.
+        train: The training data.
     """
-    world, checkpoints = parts.world, None
+    world, checkpoints, vote = parts.world, None, None
     with contextlib.ExitStack() as stack:
         if options.checkpoint_dir is not None:
             directory, keep = options.checkpoint_dir, options.keep_checkpoints
             checkpoints = stack.enter_context(checkpoint.opened(directory, keep, world.device))
             handling = fit_call.stop_request.handling_signals(options.stop_margin, polls_scheduler=world.rank == 0)
             stack.enter_context(handling)
-        run = ResumableRun(parts, checkpoints, fit_call)
-        if run.can_stop or options.skips or recovers:
-            run.vote = stack.enter_context(StepVote(world.comm, recovers=recovers))
-        yield run
+        skips, recovers = parts.options.skips, parts.options.recovers
+        if checkpoints is not None or fit_call.limits.is_voted or skips or recovers:
+            vote = stack.enter_context(StepVote(world.comm, recovers=recovers))
+        yield ResumableRun(fit_call, parts, train, checkpoints, vote)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
+class RunRequests:
+    """The requests of this rank within one call of `fit`: of its callbacks, and of max_time."""
+
+    def __init__(self, max_time: float | None = None) -> None:
+        self.end_reason: str | None = None
+        """Why this rank requests the end of the run, if it does."""
+
+        self.is_save_requested = False
+        """Whether a callback has requested a checkpoint."""
+
+        self._max_time = max_time
+        self._end_at = math.inf if max_time is None else time.monotonic() + max_time
+
+    def check_max_time(self) -> None:
+        """Request the end of the run if `max_time` seconds have passed."""
+        if self.end_reason is None and time.monotonic() >= self._end_at:
+            self.end_reason = f"max_time of {self._max_time:g} s"
+
+
+@dataclasses.dataclass(frozen=True)
 class RunLimits:
-    """The limits of one call of `fit`, and what this rank has requested within it.
+    """The limits of one call of `fit`.
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -328,17 +358,8 @@ class RunLimits:
     limit_batches: int | None = None
     grad_accum_steps: int = 1
     has_callbacks: bool = False
-    keeping: Sequence[str] = ()
-    """The names of the callbacks that keep checkpoints."""
-
     is_evaluated: bool = True
     """Whether the run has eval_data."""
-
-    why: str | None = None
-    """Why this rank requests the end of the run."""
-
-    is_save_requested: bool = False
-    """Whether a callback has requested a checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "max_steps", "eval_every", "limit_batches"):
@@ -354,7 +375,6 @@ class RunLimits:
                 f"fit: eval_every={self.eval_every} requires eval_data, got eval_data=None.\n"
                 f"Pass eval_data, or omit eval_every."
             )
-        self._end_at = math.inf if self.max_time is None else time.monotonic() + self.max_time
 
     @property
     def agreed(self) -> dict[str, object]:
@@ -366,20 +386,12 @@ class RunLimits:
             "whether there is eval_data": self.is_evaluated,
             "whether there is max_time": self.max_time is not None,
             "whether there are callbacks": self.has_callbacks,
-            "the callbacks that keep checkpoints": ", ".join(self.keeping) or "none",
         }
 
     @property
     def is_voted(self) -> bool:
         """Whether the end can depend on a rank, so that the ranks have to agree on it."""
         return self.max_time is not None or self.has_callbacks
-
-    @property
-    def requests_end(self) -> bool:
-        """Whether this rank requests the end of the run."""
-        if self.why is None and time.monotonic() >= self._end_at:
-            self.why = f"max_time of {self.max_time:g} s"
-        return self.why is not None
 
     def is_complete(self, position: Position) -> bool:
         """Return whether the run has all of its epochs or steps."""

@@ -3,7 +3,7 @@
 The trainer resumes from checkpoints of this run, and removes only what it made. The marker of each directory that it
 makes has the ID of the run, and the name and the inode of the directory. A copy has another inode, a renamed checkpoint
 another name, and a link is not a directory: these are the user's. So are directories of other programs, which have no
-such marker, and checkpoints of earlier versions of mpicomm, whose marker has only the step.
+such marker.
 
 Files are written under a temporary name and renamed: a file is complete or absent, also after a power failure.
 """
@@ -32,6 +32,7 @@ from mpicomm.errors import CheckpointError
 COMPLETE = "COMPLETE"
 """The marker of a complete checkpoint, in JSON."""
 
+_IN_MARKER = {"run", "name", "inode", "step"}  # entries of each marker
 _INCOMPLETE = "INCOMPLETE"  # the same marker while the content is written or removed
 _LOCK = ".lock"  # also contains the ID of the run
 _LOCK_SECONDS = 10.0  # wait limit for the previous job to release the lock when a run is restarted
@@ -40,7 +41,6 @@ _PREFIX = "step-"
 _REPLACED = r"\.[0-9a-f]{32}"  # added to the name of a checkpoint while another one of this name takes its place
 _TEMPORARY = re.compile(r"step-.*\.[0-9a-f]{32}\.partial")  # names of incomplete checkpoints
 _NO_MARKER = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ESTALE}
-_EARLIER_NAME = re.compile(r"step-(\d{9,})(-epoch-\d{5,}(-evaluated)?)?")  # of checkpoints without an ID of the run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +58,11 @@ class _Marked:
     @property
     def has_its_name(self) -> bool:
         """Whether it has the name under which the trainer saved it, and is not a link."""
-        if self.path.is_symlink():
-            return False
-        if "run" in self.mark:
-            return bool(self.mark.get("name") == self.path.name)
-        name = _EARLIER_NAME.fullmatch(self.path.name)
-        return name is not None and int(name[1]) == self.mark["step"]
+        return bool(self.mark["name"] == self.path.name) and not self.path.is_symlink()
 
     def is_original(self, run: str) -> bool:
         """Return whether this run made the directory: a copy or a link of it has another inode."""
-        return self.mark.get("run") == run and self.mark.get("inode") == self.path.lstat().st_ino
+        return self.mark["run"] == run and self.mark["inode"] == self.path.lstat().st_ino
 
 
 class RunDirectory:
@@ -111,12 +106,10 @@ class RunDirectory:
             CheckpointError: If it has complete checkpoints, but none of this run.
         """
         complete = list(self._marked(COMPLETE))
-        of_run = [
-            marked for marked in complete if marked.has_its_name and marked.mark.get("run", self._run) == self._run
-        ]
+        of_run = [marked for marked in complete if marked.has_its_name and marked.mark["run"] == self._run]
         if complete and not of_run:
             other = max(complete, key=lambda marked: marked.order)
-            name = other.mark.get("name", f"{_PREFIX}{other.mark['step']:09d}")
+            name = other.mark["name"]
             raise CheckpointError(
                 f"checkpoint_dir {self.path} has no checkpoint of this run, but a link, a copy under another name or a "
                 f"checkpoint of another run: {other.path.name}, of step {other.mark['step']}.\n"
@@ -203,7 +196,7 @@ class RunDirectory:
         """Restore the checkpoints whose replacement a killed job has not completed, and remove the others."""
         with _warning_on_failure(self.path):
             for marked in list(self._originals(COMPLETE)):
-                path = self.path / str(marked.mark["name"])
+                path = self.path / marked.mark["name"]
                 if not re.fullmatch(re.escape(path.name) + _REPLACED, marked.path.name):
                     continue
                 if _read(path / COMPLETE) is not None:
@@ -251,8 +244,8 @@ class RunDirectory:
         stored = _parsed(os.pread(self._file.fileno(), 4096, 0))
         if isinstance(stored.get("run"), str):
             return str(stored["run"])
-        # The file is new or empty (an earlier version), or was removed.
-        runs = {marked.mark["run"] for marked in self._marked(COMPLETE) if marked.has_its_name and "run" in marked.mark}
+        # The file is new, or was removed or damaged.
+        runs = {marked.mark["run"] for marked in self._marked(COMPLETE) if marked.has_its_name}
         if len(runs) > 1:
             raise CheckpointError(
                 f"checkpoint_dir {self.path} must have the checkpoints of one run, got those of {len(runs)} runs.\n"
@@ -303,7 +296,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         if error.errno in _NO_MARKER:
             return None
         raise
-    return mark if isinstance(mark.get("step"), int) else None
+    return mark if mark.keys() >= _IN_MARKER else None
 
 
 def _parsed(content: bytes) -> dict[str, Any]:

@@ -26,7 +26,7 @@ Version = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HeldShards:
     """The shards of one version that a rank holds, for the agreement of the ranks."""
 
     version: Version
@@ -73,9 +73,11 @@ class ShardReplicas:
         self._versions: dict[Version, _Copies] = {}
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[HeldShards, ...]:
         """The shards that this rank holds: of one version, or of two if a refresh was interrupted."""
-        return tuple(Held(version, tuple(copies.shards), copies.size) for version, copies in self._versions.items())
+        return tuple(
+            HeldShards(version, tuple(copies.shards), copies.size) for version, copies in self._versions.items()
+        )
 
     def refresh(self, parts: Assembly, *, only_if_due: bool = False, has_callbacks: bool = True) -> None:
         """Copy this rank's shard, and exchange copies with the neighbours (collective).
@@ -99,7 +101,7 @@ class ShardReplicas:
         dist.barrier()
         self._versions = {version: self._versions[version]}
 
-    def restore(self, parts: Assembly, held: Sequence[Sequence[Held]]) -> bool:
+    def restore(self, parts: Assembly, held: Sequence[Sequence[HeldShards]]) -> bool:
         """Restore the newest version of which all shards are left, and return whether there is one (collective).
 
         Args:
@@ -146,11 +148,11 @@ class ShardReplicas:
             optim_state_dict=optimizer,
             options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
         )
-        state.load_of_all_ranks(parts, description.run)
+        state.load_shared_state(parts, description.run)
         return True
 
 
-def newest_complete(held: Sequence[Sequence[Held]]) -> tuple[Version | None, list[int]]:
+def newest_complete(held: Sequence[Sequence[HeldShards]]) -> tuple[Version | None, list[int]]:
     """Return the newest version of which every shard is left, and the lowest rank that holds each shard.
 
     Args:
@@ -158,12 +160,12 @@ def newest_complete(held: Sequence[Sequence[Held]]) -> tuple[Version | None, lis
     """
     holders: dict[Version, dict[int, int]] = {}
     sizes: dict[Version, int] = {}
-    for rank, of_rank in enumerate(held):
-        for shards in of_rank:
+    for rank, versions in enumerate(held):
+        for shards in versions:
             sizes[shards.version] = shards.size
             for shard in shards.ranks:
                 holders.setdefault(shards.version, {}).setdefault(shard, rank)
-    complete = [version for version, of_version in holders.items() if len(of_version) == sizes[version]]
+    complete = [version for version, by_shard in holders.items() if len(by_shard) == sizes[version]]
     if not complete:
         return None, []
     newest = max(complete)
@@ -177,7 +179,7 @@ def _copied(parts: Assembly, *, has_callbacks: bool) -> tuple[_Description, list
     tensors = [parallel.local(tensor).detach().to("cpu", copy=True).contiguous() for _, tensor in named]
     are_sharded = [isinstance(tensor, DTensor) for _, tensor in named]
     run = copy.deepcopy(
-        state.of_all_ranks(parts, has_callbacks=has_callbacks)
+        state.shared_state(parts, has_callbacks=has_callbacks)
     )  # the states of callbacks are not copies
     return _Description([name for name, _ in named], are_sharded, optimizer["param_groups"], run), tensors
 

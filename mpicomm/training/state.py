@@ -57,8 +57,8 @@ class Position:
     evaluated_step: int = 0
     """The step of the last evaluation within an epoch (`eval_every`)."""
 
-    evaluated_figures: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The metrics of that evaluation. Checkpoints contain the field under this name."""
+    evaluated_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The metrics of that evaluation."""
 
     @property
     def progress(self) -> tuple[int, int, bool, int]:
@@ -114,9 +114,9 @@ def collect(parts: Assembly, evaluating: Callable[[], AbstractContextManager[obj
             training are then in the entry `training`.
     """
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
-    shared = {"optimizer": type(parts.optimizer).__name__, "ranks": parts.world.size, **of_all_ranks(parts)}
-    of_callbacks = {name: checkpoint.pack(of_callback) for name, of_callback in shared["callbacks"].items()}
-    shared["callbacks"] = {name: raw for name, (raw, _) in of_callbacks.items()}
+    run = {"optimizer": type(parts.optimizer).__name__, "ranks": parts.world.size, **shared_state(parts)}
+    of_callbacks = {name: checkpoint.pack(of_callback) for name, of_callback in run["callbacks"].items()}
+    run["callbacks"] = {name: raw for name, (raw, _) in of_callbacks.items()}
     numbered = {
         name: {str(number): tensor for number, tensor in enumerate(tensors)}
         for name, (_, tensors) in of_callbacks.items()
@@ -135,23 +135,23 @@ def collect(parts: Assembly, evaluating: Callable[[], AbstractContextManager[obj
         "logged": sums,
         "hook": parts.wrapped.hook_state,
     }
-    return {**tensors, **checkpoint.pickled({"run": shared, f"rank {parts.world.rank}": own})}
+    return {**tensors, **checkpoint.pickled({"run": run, f"rank {parts.world.rank}": own})}
 
 
 def collect_replicated(parts: Assembly) -> dict[str, Any]:
     """Return the state of a replicated model (DDP), all of which every rank has; the tensors are not copies."""
     tensors = {"model": parts.wrapped.inner.state_dict(), "optimizer": parts.optimizer.state_dict()}
-    return {**tensors, "run": of_all_ranks(parts)}
+    return {**tensors, "run": shared_state(parts)}
 
 
 def load_replicated(parts: Assembly, content: dict[str, Any]) -> None:
     """Load the state that `collect_replicated` returned on another rank."""
     parts.wrapped.inner.load_state_dict(content["model"])
     parts.optimizer.load_state_dict(content["optimizer"])
-    load_of_all_ranks(parts, content["run"])
+    load_shared_state(parts, content["run"])
 
 
-def of_all_ranks(parts: Assembly, *, has_callbacks: bool = True) -> dict[str, Any]:
+def shared_state(parts: Assembly, *, has_callbacks: bool = True) -> dict[str, Any]:
     """Return the objects that are equal on all ranks; without callbacks before their `on_setup`."""
     return {
         "position": dataclasses.asdict(parts.position),
@@ -161,7 +161,7 @@ def of_all_ranks(parts: Assembly, *, has_callbacks: bool = True) -> dict[str, An
     }
 
 
-def load_of_all_ranks(parts: Assembly, run: Mapping[str, Any]) -> None:
+def load_shared_state(parts: Assembly, run: Mapping[str, Any]) -> None:
     """Load the objects that are equal on all ranks."""
     if parts.scheduler is not None and run["scheduler"] is not None:
         parts.scheduler.load_state_dict(run["scheduler"])
@@ -210,7 +210,7 @@ def restore(checkpoints: Checkpoints, parts: Assembly, train: DataSource) -> Non
     weights = "training" if checkpoints.has_training_weights else "model"
     content: State = {weights: model, "optimizer": optimizer}
     templates = {name: checkpoint.pack(value)[1] for name, value in parts.callbacks.states().items()}
-    packed = run.get("callbacks", {})  # absent in checkpoints of earlier versions
+    packed = run["callbacks"]
     tensors = {name: checkpoints.empty_tensors(f"callbacks.{name}", templates.get(name, ())) for name in packed}
     if any(tensors.values()):
         content["callbacks"] = {name: value for name, value in tensors.items() if value}
@@ -224,7 +224,7 @@ def restore(checkpoints: Checkpoints, parts: Assembly, train: DataSource) -> Non
         options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
     )
     # 3. restore the objects that all ranks share, then those of each rank
-    load_of_all_ranks(parts, run)
+    load_shared_state(parts, run)
     owns = [objects[f"rank {rank}"] for rank in range(run["ranks"])]
     if is_regrouped:
         _share_out(owns, parts)

@@ -142,8 +142,8 @@ class StepMetrics:
         """Continue with the sum of these sums."""
         self._of_batch.clear()
         self._own = {}
-        for of_rank in sums:
-            for name, (total, weight) in of_rank.items():
+        for rank_sums in sums:
+            for name, (total, weight) in rank_sums.items():
                 self._add(name, total, int(weight))
 
     def _keep(self) -> None:
@@ -178,7 +178,7 @@ class StepMetrics:
         if new_names:
             gathered = collectives.all_gather_object(sorted(self._taken.keys() - set(self._agreed)))
             added = sorted({name for names in gathered for name in names})
-            sums += rank_sync.reduced(_flat(self._taken, added))
+            sums += rank_sync.sum_over_ranks(_flat(self._taken, added))
             self._agreed += added
         # After the last operation: a failure of a rank in one of them repeats the step, and with it this reduction.
         for name, total, weight in zip(self._agreed, sums[::2], sums[1::2], strict=True):
@@ -223,7 +223,7 @@ def _not_finite(step: int, indices: Sequence[int] | None, value: float) -> Train
     )
 
 
-class Clock:
+class StepTimer:
     """Accumulates the seconds spent in each part of the steps since the last `reset`."""
 
     def __init__(self, device: torch.device) -> None:

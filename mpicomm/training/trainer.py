@@ -31,13 +31,14 @@ from mpicomm.training import (
 )
 from mpicomm.training.assembly import Assembly
 from mpicomm.training.callbacks import Callback, CallbackList
-from mpicomm.training.data import SHARD, DataRank, DataSource, LoaderOptions, make_source
+from mpicomm.training.data import DataRank, DataSource, LoaderOptions
+from mpicomm.training.data_argument import SHARD, make_source
 from mpicomm.training.loggers import LoggerArgument
 from mpicomm.training.parallel import DDPModel, FSDPModel
 from mpicomm.training.preemption import StopRequest
 from mpicomm.training.recovering_calls import RecoveringCalls
 from mpicomm.training.reporting import Reporter, ReportOptions
-from mpicomm.training.resumable_run import FitCall, LoopOptions, RunLimits
+from mpicomm.training.resumable_run import FitCall, LoopOptions, RunLimits, RunRequests
 from mpicomm.training.shard_replicas import ShardReplicas
 from mpicomm.training.state import History, Position
 from mpicomm.training.step_profile import ProfileOptions
@@ -101,7 +102,7 @@ class Trainer:
     tuples, lists, mappings and dataclasses. It passes other values, such as strings, unchanged.
     """
 
-    @foreign_arguments.explained("Trainer")
+    @foreign_arguments.suggest_arguments("Trainer")
     def __init__(
         self,
         model: nn.Module,
@@ -218,6 +219,7 @@ class Trainer:
             MpicommError: If `mpicomm.bootstrap()` has not initialized a process group, or on_failure is "recover" and
                 `bootstrap` was called without it.
         """
+        passed = locals()  # first of all, while the arguments are the only local variables
         # 1. check the arguments
         world = session.current_world()
         if not dist.is_initialized():
@@ -233,9 +235,8 @@ class Trainer:
         self._callbacks = CallbackList(callbacks)
         report_options = ReportOptions(progress, logger, rank_logs, checkpoint_dir)
         profile_options = ProfileOptions(profile, profile_ranks, checkpoint_dir)
-        given = locals()
         for name, expected in _EXPECTED.items():
-            expected.check(given[name], name)
+            expected.check(passed[name], name)
         if on_failure == "recover" and rank_failures.current() is None:
             raise MpicommError(
                 'Trainer(on_failure="recover") requires a job that continues after a failure.\n'
@@ -259,7 +260,6 @@ class Trainer:
             log_every=log_every,
             check_every=check_every,
             schedule=schedule,
-            skips=skips,
             report=report_options,
             profile=profile_options,
         )
@@ -267,7 +267,7 @@ class Trainer:
         self.metric_names: tuple[str, ...] = ()
         """The names of the metrics of the epochs and evaluations of the present or last call of `fit`."""
 
-        self._limits = RunLimits(1)  # of the present or last call of `fit`, like the reporter
+        self._requests = RunRequests()  # of the present or last call of `fit`, like the reporter
         self._reporter: Reporter
         self._stop_request = StopRequest()
         # 3. load the weights, and replicate or shard the model
@@ -278,48 +278,48 @@ class Trainer:
         elif weights is not None:
             model_file.load(model, weights)
         step_options = StepOptions(target_key, max_grad_norm, precision, skips, recovers, training_step)
-        self._assembly = Assembly(model, optimizer, scheduler, loss_fn, parallelism, step_options, self._callbacks)
+        self._parts = Assembly(model, optimizer, scheduler, loss_fn, parallelism, step_options, self._callbacks)
         replicas = ShardReplicas(replicate_every) if replicate_shards else None
-        self._calls = RecoveringCalls(self._assembly, replicas, seed) if recovers else None
-        if self._calls is None:
-            self._assembly.assemble(world)
+        self._recovering_calls = RecoveringCalls(self._parts, replicas, seed) if recovers else None
+        if self._recovering_calls is None:
+            self._parts.assemble(world)
         else:
-            self._calls.enter_world()
+            self._recovering_calls.enter_world()
 
     @property
     def world(self) -> session.World:
         """The world in which the trainer runs; another one after each recovery."""
-        return self._assembly.world
+        return self._parts.world
 
     @property
     def wrapped(self) -> DDPModel | FSDPModel:
         """The model as DDP or FSDP wraps it."""
-        return self._assembly.wrapped
+        return self._parts.wrapped
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer."""
-        return self._assembly.optimizer
+        return self._parts.optimizer
 
     @property
     def scheduler(self) -> Any:
         """The learning-rate scheduler, or None."""
-        return self._assembly.scheduler
+        return self._parts.scheduler
 
     @property
     def precision(self) -> Precision:
         """The precision in which the model computes."""
-        return self._assembly.precision
+        return self._parts.precision
 
     @property
     def position(self) -> Position:
         """The position in the run."""
-        return self._assembly.position
+        return self._parts.position
 
     @property
     def is_step_taken(self) -> bool:
         """Whether the last step has changed the parameters; not if its loss or float16 gradients were not finite."""
-        return self._assembly.step.is_taken
+        return self._parts.step.is_taken
 
     @property
     def checkpoint_dir(self) -> Path | None:
@@ -330,18 +330,18 @@ class Trainer:
     @property
     def recovers(self) -> bool:
         """Whether training continues after ranks have failed (`on_failure="recover"`)."""
-        return self._calls is not None
+        return self._parts.options.recovers
 
     @property
     def loss_fn(self) -> batches.LossFunction | None:
         """The loss function; None if the model returns its loss."""
-        return self._assembly.step.loss_fn
+        return self._parts.step.loss_fn
 
     @loss_fn.setter
     def loss_fn(self, loss_fn: batches.LossFunction | None) -> None:
-        self._assembly.step.loss_fn = loss_fn
+        self._parts.step.loss_fn = loss_fn
 
-    @foreign_arguments.explained("fit")
+    @foreign_arguments.suggest_arguments("fit")
     def fit(
         self,
         train_data: Any,
@@ -405,10 +405,8 @@ class Trainer:
         """
         # 1. check the arguments
         accum, schedule = self._options.loader.grad_accum_steps, self._options.schedule
-        is_evaluated, has_callbacks, keeping = eval_data is not None, bool(self._callbacks), self._callbacks.keeping
-        self._limits = RunLimits(
-            epochs, max_steps, max_time, eval_every, limit_batches, accum, has_callbacks, keeping, is_evaluated
-        )
+        is_evaluated, has_callbacks = eval_data is not None, bool(self._callbacks)
+        limits = RunLimits(epochs, max_steps, max_time, eval_every, limit_batches, accum, has_callbacks, is_evaluated)
         evaluation.METRICS.check(metrics, "metrics", "fit")
         SHARD.check(shard, "shard", "fit")
         SHARD.check(eval_shard, "eval_shard", "fit")
@@ -417,9 +415,11 @@ class Trainer:
         if schedule == optimizers.ON_METRIC:
             monitored = optimizers.monitored(self._monitor, metrics, is_evaluated=is_evaluated)
         # 2. train
+        self._requests = RunRequests(max_time)
         self._stop_request.reset()
         fit_call = FitCall(
-            limits=self._limits,
+            limits=limits,
+            requests=self._requests,
             stop_request=self._stop_request,
             metrics=metrics,
             monitored=monitored,
@@ -427,7 +427,7 @@ class Trainer:
             evaluating=functools.partial(self._callbacks.evaluating, self),
         )
         with self._callbacks.reporting_exceptions(self):
-            return self._called(functools.partial(self._fit, fit_call, (train_data, shard), (eval_data, eval_shard)))
+            return self._run_call(functools.partial(self._fit, fit_call, (train_data, shard), (eval_data, eval_shard)))
 
     def stop(self, why: str) -> None:
         """End the run after the current step, or between two epochs, on all ranks; for callbacks, on one or more ranks.
@@ -438,11 +438,11 @@ class Trainer:
             why: The reason, for the output and the metrics file.
         """
         TEXT.check(why, "why", "stop")
-        self._limits.why = self._limits.why or why
+        self._requests.end_reason = self._requests.end_reason or why
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint after this step, or after this epoch and its evaluation; for callbacks, on all ranks."""
-        self._limits.is_save_requested = True
+        self._requests.is_save_requested = True
 
     def write_metrics(self, event: str, **values: Any) -> None:
         """Write an entry to the metrics file and the logger; for callbacks. On ranks other than 0 it does nothing.
@@ -454,7 +454,7 @@ class Trainer:
         TEXT.check(event, "event", "write_metrics")
         self._reporter.write(event, self.position, **values)
 
-    @foreign_arguments.explained("evaluate")
+    @foreign_arguments.suggest_arguments("evaluate")
     def evaluate(
         self, data: Any, metrics: Mapping[str, evaluation.Metric] | None = None, *, shard: bool | None = None
     ) -> dict[str, float]:
@@ -476,9 +476,9 @@ class Trainer:
         """
         evaluation.METRICS.check(metrics, "metrics", "evaluate")
         SHARD.check(shard, "shard", "evaluate")
-        return self._called(functools.partial(self._evaluate, data, metrics or {}, shard))
+        return self._run_call(functools.partial(self._evaluate, data, metrics or {}, shard))
 
-    @foreign_arguments.explained("predict")
+    @foreign_arguments.suggest_arguments("predict")
     def predict(
         self, data: Any, *, has_targets: bool = True, all_ranks: bool = False, shard: bool | None = None
     ) -> Any:
@@ -512,9 +512,9 @@ class Trainer:
         FLAG.check(all_ranks, "all_ranks", "predict")
         SHARD.check(shard, "shard", "predict")
         # Another rank may become rank 0 after a failure, and then returns the result recorded by its own call.
-        records_all = all_ranks or self._calls is not None
+        records_all = all_ranks or self._recovering_calls is not None
         options = {"has_targets": has_targets, "all_ranks": records_all}
-        outputs = self._called(functools.partial(self._predict, data, shard, **options))
+        outputs = self._run_call(functools.partial(self._predict, data, shard, **options))
         return outputs if all_ranks or self.world.rank == 0 else None
 
     def log(self, **values: float | torch.Tensor) -> None:
@@ -531,7 +531,7 @@ class Trainer:
             TypeError: If a value is neither a number nor a tensor.
             ValueError: If a tensor has more than one element, or the entry has another field of that name.
         """
-        self._assembly.metrics.log(values)
+        self._parts.metrics.log(values)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model's state_dict to a file, for use with or without Trainer (collective).
@@ -546,14 +546,14 @@ class Trainer:
             CheckpointError: On every rank, if rank 0 cannot write the file.
             TypeError: If path is not a path.
         """
-        self._called(functools.partial(self._export, path))
+        self._run_call(functools.partial(self._export, path))
 
-    def _called(self, call: Callable[[], T]) -> T:
+    def _run_call(self, call: Callable[[], T]) -> T:
         """Return the result of a collective call, which is run again if ranks fail and `on_failure` is "recover"."""
-        return call() if self._calls is None else self._calls.run(call)
+        return call() if self._recovering_calls is None else self._recovering_calls.run(call)
 
     @contextlib.contextmanager
-    def _opened(
+    def _opened_data(
         self,
         data: Any,
         options: LoaderOptions,
@@ -570,12 +570,12 @@ class Trainer:
         rank = DataRank(self.world.rank, self.world.size)
         make = functools.partial(make_source, data, options, rank, shard=shard, may_drop=may_drop)
         with contextlib.closing(rank_sync.agreed_source(make, arguments or {}, *names)) as source:
-            if self._calls is not None:
-                self._calls.check_source(source)
+            if self._recovering_calls is not None:
+                self._recovering_calls.check_source(source)
             yield source
 
     @contextlib.contextmanager
-    def _opened_outside_fit(
+    def _opened_data_outside_fit(
         self,
         data: Any,
         shard: bool | None,
@@ -585,12 +585,12 @@ class Trainer:
         arguments: Mapping[str, object] | None = None,
     ) -> Iterator[DataSource]:
         """Open the data of `evaluate` or `predict`, and enter the contexts of the callbacks."""
-        if self._calls is not None:
-            self._calls.check_state()
+        if self._recovering_calls is not None:
+            self._recovering_calls.check_state()
         options = self._evaluation_options
-        with self._opened(data, options, shard, call, "data", may_drop=may_drop, arguments=arguments) as source:
-            if self._calls is not None:
-                self._calls.seed_at("evaluation", self.position.step)
+        with self._opened_data(data, options, shard, call, "data", may_drop=may_drop, arguments=arguments) as source:
+            if self._recovering_calls is not None:
+                self._recovering_calls.seed_at("evaluation", self.position.step)
             with self._callbacks.evaluating(self):
                 yield source
 
@@ -599,41 +599,47 @@ class Trainer:
         return dataclasses.replace(self._options.loader, grad_accum_steps=1, shuffle=False)
 
     def _fit(self, fit_call: FitCall, train_data: ShardedData, eval_data: ShardedData) -> History:
-        agreed = {**fit_call.limits.agreed, "metrics": _names(fit_call.metrics)}
+        agreed = {
+            **fit_call.limits.agreed,
+            "the callbacks that keep checkpoints": _listed(self._callbacks.keeping),
+            "metrics": _listed(sorted(fit_call.metrics)),
+        }
         with contextlib.ExitStack() as stack:
             data, shard = train_data
             train = stack.enter_context(
-                self._opened(data, self._options.loader, shard, "fit", "train_data", arguments=agreed)
+                self._opened_data(data, self._options.loader, shard, "fit", "train_data", arguments=agreed)
             )
             test, (data, shard) = None, eval_data
             if data is not None:
                 test = stack.enter_context(
-                    self._opened(data, self._evaluation_options, shard, "fit", "eval_data", "eval_shard")
+                    self._opened_data(data, self._evaluation_options, shard, "fit", "eval_data", "eval_shard")
                 )
             loop = stack.enter_context(
-                training_loop.opened(fit_call, self._options, self._assembly, train, test, self._calls)
+                training_loop.opened(fit_call, self._options, self._parts, train, test, self._recovering_calls)
             )
             self._reporter = loop.reporter
-            loop.complete()
+            loop.run_all_epochs()
         return self.position.history
 
     def _evaluate(self, data: Any, metrics: Mapping[str, evaluation.Metric], shard: bool | None) -> dict[str, float]:
-        with self._opened_outside_fit(data, shard, "evaluate", arguments={"metrics": _names(metrics)}) as source:
-            outcome = evaluation.evaluate(self._assembly.step, source, metrics)
+        with self._opened_data_outside_fit(
+            data, shard, "evaluate", arguments={"metrics": _listed(sorted(metrics))}
+        ) as source:
+            outcome = evaluation.evaluate(self._parts.step, source, metrics)
         assert outcome is not None  # it is never stopped
         means, count = outcome
         return {**means, "samples": count}
 
     def _predict(self, data: Any, shard: bool | None, *, has_targets: bool, all_ranks: bool) -> Any:
-        with self._opened_outside_fit(data, shard, "predict", may_drop=False) as source:
-            return evaluation.predict(self._assembly.step, source, has_targets=has_targets, all_ranks=all_ranks)
+        with self._opened_data_outside_fit(data, shard, "predict", may_drop=False) as source:
+            return evaluation.predict(self._parts.step, source, has_targets=has_targets, all_ranks=all_ranks)
 
     def _export(self, path: str | os.PathLike[str]) -> None:
-        if self._calls is not None:
-            self._calls.check_state()
+        if self._recovering_calls is not None:
+            self._recovering_calls.check_state()
         with self._callbacks.evaluating(self):
             model_file.export(self.wrapped.inner, path)
 
 
-def _names(metrics: Mapping[str, evaluation.Metric]) -> str:
-    return ", ".join(sorted(metrics)) or "none"
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

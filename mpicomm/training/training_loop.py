@@ -52,7 +52,7 @@ class TrainingLoop:
     """Whether the run continues from the state in memory, in another world or another call of `fit`."""
 
     def __post_init__(self) -> None:
-        self._limits, self._call = self.fit_call.limits, self.fit_call.call
+        self._limits, self._requests, self._call = self.fit_call.limits, self.fit_call.requests, self.fit_call.call
         self._last_step = Step([])
 
     @property
@@ -62,7 +62,7 @@ class TrainingLoop:
 
     # -- the loop over the epochs ------------------------------------------------------------------------------------
 
-    def complete(self) -> None:
+    def run_all_epochs(self) -> None:
         """Train and evaluate until the end of the run (collective)."""
         # 1. report the start
         self._begin()
@@ -72,7 +72,7 @@ class TrainingLoop:
             self._evaluate_epoch()
             self._complete_epoch()
         # 3. train and evaluate by turns
-        while not self._limits.is_complete(self.position) and not self.run.ends_between_epochs():
+        while not self._limits.is_complete(self.position) and not self.run.vote_between_epochs():
             if not self._train_epoch():
                 break
             self._end_epoch()
@@ -110,8 +110,8 @@ class TrainingLoop:
     def _evaluate_epoch(self) -> None:
         """Evaluate after an epoch; its last step may have been evaluated already, which counts once."""
         position, names = self.position, evaluation_metrics(dict.fromkeys(("loss", *self.fit_call.metrics), 0.0), 0)
-        is_new = position.evaluated_step != position.step or position.evaluated_figures.keys() != names.keys()
-        metrics = self._evaluated() if is_new else position.evaluated_figures
+        is_new = position.evaluated_step != position.step or position.evaluated_metrics.keys() != names.keys()
+        metrics = self._evaluate() if is_new else position.evaluated_metrics
         position.add_evaluation(metrics)
         self.reporter.evaluation(position)
         if is_new:
@@ -122,7 +122,7 @@ class TrainingLoop:
         if self.options.schedule == optimizers.ON_METRIC:
             self.parts.scheduler.step(self.position.history[-1][self.fit_call.monitored])
         self._call(Callback.on_epoch_end)
-        if self._limits.is_save_requested or self.options.save_every is None:
+        if self._requests.is_save_requested or self.options.save_every is None:
             self._save()
 
     # -- the loop over the steps of an epoch -------------------------------------------------------------------------
@@ -137,16 +137,16 @@ class TrainingLoop:
         steps = train.steps(position.epoch, position.consumed, position.steps_of_epoch)
         position.data = rank_sync.begin_epoch(train, position.data if position.steps_of_epoch else ())
         self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
-        clock, device = self.reporter.clock, self.parts.world.device
+        timer, device = self.reporter.timer, self.parts.world.device
         aligned = rank_sync.aligned_steps(
-            train, steps, lambda: rank_sync.padding(train, self._last_step, device), clock
+            train, steps, lambda: rank_sync.padding(train, self._last_step, device), timer
         )
         remaining = limits.remaining(aligned, position)
         while True:
-            clock.start()
+            timer.start()
             self._seed("step", position.step)
             step = next(remaining, None)
-            clock.add("data")
+            timer.add("data")
             if step is None:
                 return True
             self._take_step(step, step.total)
@@ -159,26 +159,26 @@ class TrainingLoop:
     def _take_step(self, step: Step, count: int) -> None:
         """Run one optimizer step on the mean loss of `count` samples of all ranks (collective)."""
         # 1. accumulate the gradients
-        clock = self.reporter.clock
-        is_finite = self.parts.step.accumulate(step, count, clock)
+        timer = self.reporter.timer
+        is_finite = self.parts.step.accumulate(step, count, timer)
         # 2. start the vote of the ranks, then update the parameters or skip the step on all ranks
-        metrics, recovers = self.parts.metrics, self.calls is not None
+        metrics, recovers = self.parts.metrics, self.parts.options.recovers
         if recovers:
             # If a rank fails, the others must have completed the step, and can then send its state, or must not have
             # begun to change theirs. All that differs between ranks is therefore shared before the update.
             parallel.share_buffers(self.parts.wrapped.inner)
         self.run.start_vote(is_finite=is_finite, numbers=metrics.take() if recovers else ())
         losses = metrics.add_reduced(self.run.votes()[1]) if recovers else (0.0, 0)
-        is_taken = not self.options.skips or not self.run.votes()[0].nonfinite
+        is_taken = not self.parts.options.skips or not self.run.votes()[0].nonfinite
         if is_taken:
             self._last_step = step
             if self.parts.step.update():
                 self._step_scheduler("step")
         else:
-            samples = rank_sync.samples(step, is_finite)
+            samples = rank_sync.gather_nonfinite_samples(step, is_finite)
             self.parts.step.discard()
             self.reporter.write("skipped", self.position, rank_samples=samples)
-        clock.add("compute")
+        timer.add("compute")
         # 3. count the step
         position = self.position
         position.advance(count, losses)
@@ -187,14 +187,14 @@ class TrainingLoop:
 
     def _after_step(self) -> None:
         self._count_step()
-        is_stopping = self.run.is_stopping()
+        is_stopping = self.run.complete_vote()
         step, options = self.position.step, self.options
         if step % options.log_every == 0:
             self._log()
         if options.check_every is not None and step % options.check_every == 0:
             rank_sync.check_parameters(self.parts.wrapped, step)
         self._evaluate_if_due()
-        if self._limits.is_save_requested or (options.save_every is not None and step % options.save_every == 0):
+        if self._requests.is_save_requested or (options.save_every is not None and step % options.save_every == 0):
             self._save()
         if self.calls is not None:
             self.calls.refresh_replicas(only_if_due=True)
@@ -210,30 +210,31 @@ class TrainingLoop:
         if self._limits.is_evaluation_due(self.position):
             # As a checkpoint does, so that a resumed run evaluates the same model.
             parallel.share_buffers(self.parts.wrapped.inner)
-            metrics = self._evaluated()
-            self.position.evaluated_step, self.position.evaluated_figures = self.position.step, metrics
+            metrics = self._evaluate()
+            self.position.evaluated_step, self.position.evaluated_metrics = self.position.step, metrics
             self.reporter.step_evaluation(self.position, metrics)
             self._call(Callback.on_eval_end, metrics)
 
-    def _evaluated(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, float]:
         """Evaluate, and return the metrics; a stop request saves and raises `Preempted` (collective)."""
         assert self.test is not None  # `RunLimits` refuses `eval_every` without it
         around = (self.reporter.excluded(), randomness.preserved(self.parts.world.device), self.fit_call.evaluating())
         with around[0], around[1], around[2]:
             self._seed("evaluation", self.position.step)
             outcome = evaluation.evaluate(
-                self.parts.step, self.test, self.fit_call.metrics, self._is_stopping, self._limits.limit_batches
+                self.parts.step, self.test, self.fit_call.metrics, self._count_step_and_vote, self._limits.limit_batches
             )
         if outcome is None:
             self.run.stop(self.reporter)
         return evaluation_metrics(*outcome)
 
-    def _is_stopping(self) -> bool:
+    def _count_step_and_vote(self) -> bool:
+        """Count a step of an evaluation, and return whether any rank requests a stop (collective)."""
         self._count_step()
         if not self.run.can_stop:
             return False
         self.run.start_vote()
-        return self.run.is_stopping()
+        return self.run.complete_vote()
 
     # -- parts of the loops ------------------------------------------------------------------------------------------
 
@@ -255,12 +256,12 @@ class TrainingLoop:
     def _log(self) -> None:
         metrics = self.parts.metrics
         if self.calls is None:
-            self.position.add_losses(*metrics.add_reduced(rank_sync.reduced(metrics.take())))
+            self.position.add_losses(*metrics.add_reduced(rank_sync.sum_over_ranks(metrics.take())))
         means = metrics.take_means()
         self.reporter.log(self.position, means.pop(LOSS, None), self.parts.optimizer, means)
 
     def _save(self) -> None:
-        self._limits.is_save_requested = False
+        self._requests.is_save_requested = False
         self.run.save(self.reporter)
 
     def _is_save_due(self) -> bool:
@@ -284,15 +285,14 @@ def opened(
 ) -> Iterator[TrainingLoop]:
     """Open the checkpoints, the reporter and the profiler of a run, and resume it or seed a new one (collective)."""
     world, position = parts.world, parts.position
-    fit_call.limits.is_save_requested = False
+    fit_call.requests.is_save_requested = False
     fit_call.call(Callback.on_setup)
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(resumable_run.opened(fit_call, options, parts, recovers=calls is not None))
-        run.inexact = train.inexact
+        run = stack.enter_context(resumable_run.opened(fit_call, options, parts, train))
         continues = calls is not None and calls.has_begun
         if continues:
             run.continue_from_memory()
-        elif not run.restore(train):
+        elif not run.restore():
             if calls is not None:
                 calls.check_state()
             if not position.step:

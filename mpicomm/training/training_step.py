@@ -14,7 +14,7 @@ from mpicomm import arguments
 from mpicomm.training import batches, parallel, randomness
 from mpicomm.training.batches import LossFunction, OwnStep
 from mpicomm.training.data import Batch, Step
-from mpicomm.training.step_metrics import LOSS, Clock
+from mpicomm.training.step_metrics import LOSS, StepTimer
 
 if TYPE_CHECKING:
     from mpicomm.training.assembly import Assembly
@@ -99,8 +99,8 @@ class StepOptions:
 class TrainingStep:
     """A training step: `accumulate`, then `update` or `discard`."""
 
-    def __init__(self, parts: Assembly, loss_fn: LossFunction | None, options: StepOptions) -> None:
-        self.loss_fn, self._own_step, self._options = loss_fn, options.own_step, options
+    def __init__(self, parts: Assembly, loss_fn: LossFunction | None) -> None:
+        self.loss_fn, self._own_step, self._options = loss_fn, parts.options.own_step, parts.options
         self.parts, self._wrapped, self._device = parts, parts.wrapped, parts.world.device
         self._buffers: list[torch.Tensor] = []
         self._is_first = self._is_first_call = True
@@ -118,14 +118,14 @@ class TrainingStep:
             return self._forward_own(model, batch)
         returns_loss = self.loss_fn is None
         content = batches.moved(batch.content, self._device)
-        call = batches.call_of(content, None if returns_loss else self._options.target_key)
+        inputs = batches.model_arguments(content, None if returns_loss else self._options.target_key)
         if self._is_first_call:
-            batches.check_call(self._wrapped.inner, call)
+            batches.check_arguments(self._wrapped.inner, inputs)
             self._is_first_call = False
         with self.parts.precision.arithmetic():
-            outputs = model(*call.args, **call.kwargs)
-            loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, call.targets)
-        return batches.check_loss(loss, is_of_model=returns_loss), outputs, call.targets
+            outputs = model(*inputs.args, **inputs.kwargs)
+            loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, inputs.targets)
+        return batches.check_loss(loss, is_of_model=returns_loss), outputs, inputs.targets
 
     def _forward_in_training(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any, Any]:
         try:
@@ -161,14 +161,14 @@ class TrainingStep:
         content = batches.moved(batch.content, self._device)
         returns_loss = self.loss_fn is None and self._own_step is None
         target_key = self._options.target_key if has_targets and not returns_loss else None
-        call = batches.call_without_targets(content, target_key)
+        inputs = batches.model_arguments_without_targets(content, target_key)
         if self._is_first_call:
-            batches.check_call(self._wrapped.inner, call)
+            batches.check_arguments(self._wrapped.inner, inputs)
             self._is_first_call = False
         with self.parts.precision.arithmetic():
-            return model(*call.args, **call.kwargs)
+            return model(*inputs.args, **inputs.kwargs)
 
-    def accumulate(self, step: Step, count: int, clock: Clock) -> bool:
+    def accumulate(self, step: Step, count: int, timer: StepTimer) -> bool:
         """Accumulate the gradients of the batches, and return whether their losses are finite (collective).
 
         The gradients are those of the mean loss of all samples; the last backward pass reduces them over the ranks.
@@ -176,7 +176,7 @@ class TrainingStep:
         Args:
             step: The batches of this rank.
             count: The number of samples of all ranks.
-            clock: Measures the time of the backward passes.
+            timer: Measures the time of the backward passes.
 
         Raises:
             TrainingError: If a loss is not finite, unless such steps are skipped.
@@ -186,7 +186,7 @@ class TrainingStep:
         is_first, self._is_first = self._is_first, False
         if is_first:
             self._warm_up(step.batches[0])
-            clock.start()
+            timer.start()
         if not self._wrapped.broadcasts_buffers:
             parallel.share_buffers(self._wrapped.inner)
         metrics = self.parts.metrics
@@ -202,7 +202,7 @@ class TrainingStep:
                 # DDP and FSDP average over the ranks with equal weights, so scale by this rank's share of the samples.
                 weight = batch.count * self.parts.world.size / count
                 self.parts.precision.backward(loss if weight == 1 else loss * weight)
-            clock.add_backward(is_synchronized=is_last)
+            timer.add_backward(is_synchronized=is_last)
         if is_first:
             self._wrapped.check_backward()
         return is_finite

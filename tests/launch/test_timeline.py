@@ -148,7 +148,7 @@ def test_the_clocks_of_all_ranks_agree(job: Job) -> None:
     errors = [each.error for each in job.dumps]
     assert errors[: SIZE - 1] == [0.0] * (SIZE - 1)
     assert 0 < errors[SIZE - 1] < 10
-    calls = [[op for op in each.entries if op.fields["name"] == "all_reduce" and op.is_over] for each in job.dumps]
+    calls = [[op for op in each.operations if op.fields["name"] == "all_reduce" and op.is_over] for each in job.dumps]
     assert {len(each) for each in calls} == {4}
     for same in zip(*calls, strict=True):
         assert max(each.called for each in same) <= min(each.end for each in same) + max(errors)
@@ -166,17 +166,17 @@ def test_the_clock_of_a_rank_without_a_measurement_is_that_of_another_or_the_wal
     (tmp_path / "rank-1.json").write_text(json.dumps(content))
     dumps = job_trace.read(tmp_path)
     assert [each.clock for each in dumps] == ["same clock", "wall clock"]
-    assert dumps[1].entries[0].called == pytest.approx(job.dumps[1].entries[0].called, abs=1e-3)
+    assert dumps[1].operations[0].called == pytest.approx(job.dumps[1].operations[0].called, abs=1e-3)
 
 
 def test_ranks_wait_for_the_rank_that_is_late(job: Job) -> None:
-    waits = [each for each in job_trace.waits(job.dumps) if each.entry.fields["name"] == "all_reduce"]
-    late = [each for each in waits if each.ranks == [1] and each.entry.key == ("0", "", 4)]
-    assert {each.entry.rank for each in late} == {0, 2, 3}
+    waits = [each for each in job_trace.waits(job.dumps) if each.operation.fields["name"] == "all_reduce"]
+    late = [each for each in waits if each.ranks == [1] and each.operation.key == ("0", "", 4)]
+    assert {each.operation.rank for each in late} == {0, 2, 3}
     tolerance = max(each.error for each in job.dumps)
     assert all(each.end - each.start > LATE / 2 - tolerance for each in late)
-    hanging = [each for each in waits if each.why]
-    assert {(each.entry.rank, tuple(each.ranks), each.why) for each in hanging} == {
+    hanging = [each for each in waits if each.reason]
+    assert {(each.operation.rank, tuple(each.ranks), each.reason) for each in hanging} == {
         (rank, (2,), "not arrived") for rank in (0, 1, 3)
     }
 

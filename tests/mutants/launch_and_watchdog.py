@@ -973,8 +973,8 @@ else:
     ),
     Mutant(
         "job_trace._messages",
-        old='ends[fields["group"], fields["members"], source, target, fields["tag"], fields["message"]] = entry',
-        new='ends[fields["group"], fields["members"], source, target, fields["message"]] = entry',
+        old='ends[fields["group"], fields["members"], source, target, fields["tag"], fields["message"]] = operation',
+        new='ends[fields["group"], fields["members"], source, target, fields["message"]] = operation',
         fault="`mpicomm timeline` connects messages of different tags.",
         tests="tests/launch/test_timeline.py -k messages_match_by_tag",
     ),

@@ -7,8 +7,8 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     Mutant(
         "_collected",
-        old="places.argsort(stable=True)",
-        new="torch.arange(len(places))",
+        old="positions.argsort(stable=True)",
+        new="torch.arange(len(positions))",
         fault="Predictions are in the order of the ranks instead of that of the data.",
         tests="tests/training/test_predictions.py -k each_sample_once",
         ranks=4,
@@ -105,7 +105,7 @@ MUTANTS = [
         "loggers._check_own",
         old='path.exists() and not re.match(rf"{content}|\\Z".encode(), path.read_bytes())',
         new="False",
-        fault="The CSV logger replaces the table of another program.",
+        fault="The CSV logger repositions the table of another program.",
         tests="tests/unit/test_loggers.py -k of_another_program",
     ),
     Mutant(

@@ -30,7 +30,7 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
-        "most",
+        "rank_sync._aligned",
         old="dist.ReduceOp.MAX",
         new="dist.ReduceOp.MIN",
         fault="With different numbers of batches per rank in a step, batches beyond the smallest number are dropped.",
@@ -57,7 +57,7 @@ finally:
         ranks=2,
     ),
     Mutant(
-        "load_of_all_ranks",
+        "load_shared_state",
         old='parts.callbacks.load(run["callbacks"])',
         fault="A resumed run starts with new states of its callbacks.",
         tests="tests/training/test_callbacks.py -k in_parts",
@@ -176,7 +176,7 @@ finally:
     ),
     Mutant(
         "_Marked.is_original",
-        old='self.mark.get("inode") == self.path.lstat().st_ino',
+        old='self.mark["inode"] == self.path.lstat().st_ino',
         new="True",
         fault="A copy of a checkpoint that the user has made is removed as an old checkpoint.",
         tests="tests/unit/test_run_directory.py -k copied_directory",
@@ -312,7 +312,7 @@ finally:
         tests="tests/recovery/test_recovery.py -k 'before_the_first_step and True'",
     ),
     Mutant(
-        "decide",
+        "newest_state.find",
         old="max",
         new="min",
         fault="After a failure the ranks return to the oldest state, and the newest step is lost.",
@@ -334,8 +334,8 @@ finally:
     ),
     Mutant(
         "newest_complete",
-        old="len(of_version) == sizes[version]",
-        new="of_version",
+        old="len(by_shard) == sizes[version]",
+        new="by_shard",
         fault="A version of the shards counts as complete although a shard is lost.",
         tests="tests/unit/test_newest_state.py -k two_failed_neighbours",
     ),
@@ -354,7 +354,7 @@ finally:
     ),
     Mutant(
         "RecoveringCalls.run",
-        old="self._returned <= len(self._results)",
+        old="self._started <= len(self._results)",
         new="False",
         fault="A spare repeats the calls that the other ranks have completed, and waits for them.",
         tests="tests/recovery/test_killed_training.py -k 'spares and not also'",
@@ -375,7 +375,7 @@ finally:
         tests="tests/unit/test_shares.py -k every_sample",
     ),
     Mutant(
-        "data._inexact",
+        "_inexact_reason",
         old="if not loader.num_workers: return None",
         fault="The warning about an inexact resume advises what the user has done: a dataset without workers.",
         tests="tests/unit/test_shares.py -k cannot_be_resumed",
@@ -388,7 +388,7 @@ finally:
         tests="tests/training/test_data_product.py -k 'each_interruption and DistributedSampler'",
     ),
     Mutant(
-        "_Share.__iter__",
+        "_SharedStream.__iter__",
         old="""
 with torch_internals.outside_workers():
     return next(reading, [])
@@ -398,7 +398,7 @@ with torch_internals.outside_workers():
         tests="tests/training/test_data_product.py -k 'an_interruption and splits'",
     ),
     Mutant(
-        "_Share.__iter__",
+        "_SharedStream.__iter__",
         old="randomness.drawn(self._read, self.seed)",
         new="self._read()",
         fault="Of a stream that shuffles, the ranks take parts of different orders.",
@@ -406,8 +406,8 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "IterableSource.__init__",
-        old="place if self.is_shared else DataRank(0, 1)",
-        new="place",
+        old="data_rank if self.is_shared else DataRank(0, 1)",
+        new="data_rank",
         fault="Of a stream that is the share of a rank, most samples are lost.",
         tests="tests/training/test_data_product.py -k 'own and iterable and each'",
     ),
@@ -420,8 +420,8 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "begin_epoch",
-        old="was.get(name, value) != value",
-        new="name == _FIRST and was.get(name, value) != value",
+        old="old_values.get(name, value) != value",
+        new="name == _FIRST and old_values.get(name, value) != value",
         fault="A run continues within an epoch with data of another kind, and repeats or loses samples.",
         tests="tests/training/test_uneven.py -k same_data_only",
         ranks=2,
@@ -452,28 +452,28 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "_check_first_samples",
-        old="len(of_rank) > 1",
-        new="source.is_shared and len(of_rank) > 1",
+        old="len(own) > 1",
+        new="source.is_shared and len(own) > 1",
         fault="Of a queue that the workers of a rank read, each worker drops the samples of the others.",
         tests="tests/training/test_uneven.py -k differs_between_workers",
         ranks=2,
     ),
     Mutant(
-        "_EpochOrder.__iter__",
+        "EpochOrder.__iter__",
         old="randomness.drawn(lambda: iter(self._batch_sampler), self.seed)",
         new="iter(self._batch_sampler)",
         fault="After a resume within an epoch, a random sampler of the user draws other samples.",
         tests="tests/training/test_data_product.py -k 'each_interruption and WeightedRandomSampler'",
     ),
     Mutant(
-        "_EpochOrder.__iter__",
-        old="generator.manual_seed(_mixed(seed, self.epoch, 0))",
+        "EpochOrder.__iter__",
+        old="generator.manual_seed(mixed_seed(seed, self.epoch, 0))",
         fault="After a resume within an epoch, a sampler with a generator of its own draws other samples.",
         tests="tests/training/test_data_product.py -k 'each_interruption and generator'",
     ),
     Mutant(
         "ResumableRun.save",
-        old="position.consumed and self.inexact is not None",
+        old="position.consumed and self._inexact_reason is not None",
         new="False",
         fault="A checkpoint from which a run cannot resume exactly is saved without a warning.",
         tests="tests/training/test_uneven.py -k cannot_resume_exactly",
@@ -481,7 +481,7 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "_check_first_samples",
-        old="of_rank != digests[0]",
+        old="own != digests[0]",
         new="False",
         fault="The share of each rank is split again, and most of the samples are lost.",
         tests="tests/training/test_uneven.py -k splits_itself_by_rank",
@@ -496,14 +496,14 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "_source_of_loader",
-        old="is_replaced and _is_usual(loader) and place.size > 1",
+        old="is_replaced and _is_usual(loader) and data_rank.size > 1",
         new="False",
         fault="Each rank takes all samples of a DataLoader that has an __iter__ of its own.",
         tests="tests/unit/test_shares.py -k cannot_be_shared",
     ),
     Mutant(
         "IndexedSource.order",
-        old="list(self._drawn)",
+        old="list(self._user_order)",
         new="list(self._sampler)",
         fault="Of the order of a sampler of the user, the ranks take parts of different orders.",
         tests="tests/training/test_data_product.py -k 'each_interruption and random'",
@@ -518,13 +518,13 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "agreed_source",
-        old='_compare(of_ranks, call, "Pass the same arguments on every rank.")',
+        old='_compare(arguments_by_rank, call, "Pass the same arguments on every rank.")',
         fault="Ranks with different limits train until one of them waits for the others.",
         tests="tests/training/test_uneven.py -k compare_the_limits",
         ranks=2,
     ),
     Mutant(
-        "_start_worker",
+        "start_worker",
         old="preemption.SIGNALS",
         new="preemption._WARNINGS",
         fault="SIGTERM ends the data loader processes, whose batches are needed until all ranks have exited.",
@@ -555,7 +555,7 @@ with torch_internals.outside_workers():
         tests="tests/training/test_data_product.py -k 'each_interruption and tensors'",
     ),
     Mutant(
-        "IndexedSource._planned",
+        "IndexedSource._batches_from",
         old="self.partition.bounds(consumed)",
         new="self.partition.bounds(0)",
         fault="A run that resumes within an epoch takes all samples of the epoch again.",
@@ -563,8 +563,8 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "IndexedSource.order",
-        old="_mixed(self._seed, epoch, 0)",
-        new="_mixed(self._seed, 0, 0)",
+        old="mixed_seed(self._seed, epoch, 0)",
+        new="mixed_seed(self._seed, 0, 0)",
         fault="Every epoch has the order of the first one.",
         tests="tests/training/test_data_product.py -k 'each_interruption and tensors'",
     ),
@@ -578,12 +578,12 @@ with torch_internals.outside_workers():
     Mutant(
         "IterableSource.steps",
         old="consumed if self.is_shared else own",
-        new="steps if self.is_shared else own",
+        new="num_steps if self.is_shared else own",
         fault="A run that resumes with an iterable-style dataset skips as many samples as it has taken steps.",
         tests="tests/training/test_data_product.py -k 'each_interruption and set_epoch'",
     ),
     Mutant(
-        "_Share.__iter__",
+        "_SharedStream.__iter__",
         old="turn % workers == worker",
         new="number % workers == worker",
         fault="The batches of a rank go to its workers in another order than DataLoader reads them.",
@@ -591,15 +591,15 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "LoaderSource.steps",
-        old="steps * self._grad_accum_steps",
-        new="steps",
+        old="num_steps * self._grad_accum_steps",
+        new="num_steps",
         fault="A run that resumes with an own sampler takes batches again if a step has several.",
         tests="tests/training/test_data_product.py -k 'each_interruption and DistributedSampler'",
     ),
     Mutant(
         "LoaderSource.steps",
-        old="range(steps if self._order is None else 0)",
-        new="range(steps + 1 if self._order is None else 0)",
+        old="range(num_steps if self._order is None else 0)",
+        new="range(num_steps + 1 if self._order is None else 0)",
         fault="A run that resumes skips a batch of a DataLoader without indices.",
         tests="tests/training/test_data_product.py -k 'each_interruption and whole'",
     ),
@@ -614,10 +614,10 @@ with torch_internals.outside_workers():
     ),
     Mutant(
         "TrainingLoop._log",
-        old="self.position.add_losses(*metrics.add_reduced(rank_sync.reduced(metrics.take())))",
+        old="self.position.add_losses(*metrics.add_reduced(rank_sync.sum_over_ranks(metrics.take())))",
         new="""
 own, number, new_names = metrics.take()
-total, count = metrics.add_reduced(rank_sync.reduced([own / max(number, 1), number, new_names]))
+total, count = metrics.add_reduced(rank_sync.sum_over_ranks([own / max(number, 1), number, new_names]))
 self.position.add_losses(total * count / dist.get_world_size(), count)
 """,
         fault="The loss of an epoch is the mean of the ranks' means, regardless of their numbers of samples.",
@@ -736,7 +736,7 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
     ),
     Mutant(
         "StopRequest._poll_scheduler",
-        old="stop_margin, is_first = min(stop_margin, left / 2), False",
+        old="stop_margin, is_first = min(stop_margin, remaining / 2), False",
         new="is_first = False",
         fault="A job with less time than the margin stops immediately, and never makes progress when restarted.",
         tests="tests/unit/test_leaving_in_time.py -k requests_a_stop",
@@ -765,7 +765,7 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         ranks=4,
     ),
     Mutant(
-        "Clock.add_backward",
+        "StepTimer.add_backward",
         old="now - self._last - exposed",
         new="now - self._last",
         fault="The time for which a rank waits for communication also counts as computation.",
@@ -809,7 +809,7 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
         tests="tests/unit/test_runs.py -k plot_of_several_runs",
     ),
     Mutant(
-        "_counting",
+        "_without_repeated",
         old="earlier.step <= entry.step",
         new="earlier.step < entry.step",
         fault="A report omits the epoch and the evaluation that ended at the step from which a run resumed.",
@@ -895,8 +895,8 @@ dist.all_reduce(torch.ones(1))
     ),
     Mutant(
         "_of_all_ranks",
-        old="max(of_ranks)",
-        new="min(of_ranks)",
+        old="max(round_means)",
+        new="min(round_means)",
         fault="Latency is that of the fastest rank.",
         tests="tests/unit/test_benchmarks.py -k slowest_rank",
     ),
@@ -993,8 +993,8 @@ synchronize()
     # -- the trainer --------------------------------------------------------------------------------------
     Mutant(
         "Trainer._predict",
-        old="with self._opened_outside_fit(data, shard, 'predict', may_drop=False) as source:",
-        new="with self._opened_outside_fit(data, shard, 'predict') as source:",
+        old="with self._opened_data_outside_fit(data, shard, 'predict', may_drop=False) as source:",
+        new="with self._opened_data_outside_fit(data, shard, 'predict') as source:",
         fault="predict() omits the last samples of a DataLoader with drop_last.",
         tests="tests/training/test_predictions.py -k 'shuffles_and_drops and 0'",
         ranks=2,
@@ -1056,9 +1056,9 @@ synchronize()
     ),
     # -- parts of the trainer -----------------------------------------------------------------------------
     Mutant(
-        "batches.call_of",
-        old="Call(tuple(content[:-1]), {}, content[-1])",
-        new="Call((content[:-1],), {}, content[-1])",
+        "batches.model_arguments",
+        old="ModelArguments(tuple(content[:-1]), {}, content[-1])",
+        new="ModelArguments((content[:-1],), {}, content[-1])",
         fault="A batch (a, b, target) calls the model with one tuple instead of two arguments.",
         tests="tests/unit/test_batches.py -k outermost_level",
     ),
@@ -1161,16 +1161,16 @@ synchronize()
     ),
     Mutant(
         "ResumableRun.stop",
-        old="rank_sync.reasons(self._stop_request.why)",
-        new="self._stop_request.why",
+        old="rank_sync.gather_stop_reasons(self._fit_call.stop_request.why)",
+        new="self._fit_call.stop_request.why",
         fault="Preempted has no reason on the ranks that did not receive the signal.",
         tests="tests/training/test_checkpoints.py -k signal_to_one_rank",
         ranks=2,
     ),
     Mutant(
-        "ResumableRun.ends_between_epochs",
+        "ResumableRun.vote_between_epochs",
         old="self.votes()[0].end > 0",
-        new="self._limits.requests_end",
+        new="self._fit_call.requests.end_reason is not None",
         fault="If a callback calls stop() on one rank after an epoch, the other ranks wait for it in the next epoch.",
         tests="tests/training/test_run_limits.py -k callback_on_one_rank",
         ranks=2,
@@ -1191,7 +1191,7 @@ synchronize()
         ranks=2,
     ),
     Mutant(
-        "explained",
+        "suggest_arguments",
         old='REMEDIES.get(f"{name}={value!r}")',
         new="None",
         fault='Values of other libraries, such as precision="bf16-mixed", are errors without the replacement.',
@@ -1199,7 +1199,7 @@ synchronize()
     ),
     Mutant(
         "_remedy",
-        old="what in owners",
+        old="method in owners",
         new="True",
         fault="The remedy for max_epochs of Trainer names an argument that Trainer does not have.",
         tests="tests/unit/test_foreign_arguments.py -k argument_of_another_library",

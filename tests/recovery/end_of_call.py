@@ -28,7 +28,7 @@ def main() -> None:
     mpicomm.bootstrap(on_failure="recover")
     model = torch.nn.Linear(2, 1)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.MSELoss(), on_failure="recover")
-    result = trainer._called(call)
+    result = trainer._run_call(call)
     print(f"the call returned in world {result}", flush=True)
 
 

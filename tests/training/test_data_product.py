@@ -32,7 +32,8 @@ from torch.utils.data import (
 )
 
 import mpicomm
-from mpicomm.training.data import Batch, DataRank, LoaderOptions, Step, make_source
+from mpicomm.training.data import Batch, DataRank, LoaderOptions, Step
+from mpicomm.training.data_argument import make_source
 
 LENGTH = 23  # uneven for 2 to 4 ranks
 BATCH = 2

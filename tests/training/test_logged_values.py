@@ -83,13 +83,13 @@ def test_a_mean_is_over_samples_in_uneven_batches(world: mpicomm.World) -> None:
 
 def test_the_reductions_of_the_losses_contain_the_values(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
-    reduced = rank_sync.reduced
+    reduced = rank_sync.sum_over_ranks
 
-    def recorded(values: Any, *more: Any) -> list[float]:
+    def recorded(values: Any) -> list[float]:
         lengths.append(len(values))
-        return reduced(values, *more)
+        return reduced(values)
 
-    monkeypatch.setattr(rank_sync, "reduced", recorded)
+    monkeypatch.setattr(rank_sync, "sum_over_ranks", recorded)
     data = samples(2 * world.size * 8)
     logging_trainer(lambda *_: {}, [], batch_size=2, log_every=3).fit(data, 1)
     assert lengths == [3, 3, 3]

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Subset
 
 import mpicomm
-from mpicomm.training.resumable_run import RunLimits
+from mpicomm.training.resumable_run import RunRequests
 from mpicomm.training.trainer import Trainer
 from tests.training.job import digest
 from tests.training.test_checkpoints import complete, make_trainer
@@ -47,7 +47,7 @@ def test_max_time_of_one_rank_ends_all_ranks_in_one_step(world: mpicomm.World, d
 
         def late(*arguments: Any, trainer: Trainer = trainer, loss_fn: Any = loss_fn) -> torch.Tensor:
             if world.rank == last and trainer.position.step == 2:
-                trainer._limits._end_at = 0.0
+                trainer._requests._end_at = 0.0
             return loss_fn(*arguments)
 
         trainer.loss_fn = late
@@ -113,7 +113,7 @@ def test_unused_limits_add_no_collective(world: mpicomm.World, monkeypatch: pyte
     """Without checkpoints, callbacks and max_time there is no vote."""
     monkeypatch.setattr("mpicomm.training.resumable_run.StepVote.__init__", lambda *_, **__: pytest.fail("a vote"))
     trainer = make(None)
-    monkeypatch.setattr(RunLimits, "requests_end", property(lambda _: pytest.fail("a request")))
+    monkeypatch.setattr(RunRequests, "check_max_time", lambda _: pytest.fail("a request"))
     trainer.fit(samples(4 * 2 * world.size), 1, max_steps=2)
 
 

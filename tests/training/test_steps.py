@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import mpicomm
-from mpicomm.training.data import EpochPartition
+from mpicomm.training.indexed_data import EpochPartition
 
 pytestmark = [pytest.mark.mpi, pytest.mark.each_torch("trainer")]
 
@@ -60,7 +60,8 @@ def train_alone(data: TensorDataset, batch: int, size: int, epochs: int = 2) -> 
 
 
 def order_of(data: TensorDataset, epoch: int, size: int) -> torch.Tensor:
-    from mpicomm.training.data import DataRank, IndexedSource, LoaderOptions
+    from mpicomm.training.data import DataRank, LoaderOptions
+    from mpicomm.training.indexed_data import IndexedSource
 
     return IndexedSource(data, LoaderOptions(), DataRank(0, size)).order(epoch)
 

@@ -1,4 +1,4 @@
-"""The trainer's division of the time of a step, measured with a simulated clock."""
+"""The trainer's division of the time of a step, measured with a simulated timer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def test_each_second_of_a_step_counts_once(world: mpicomm.World, monkeypatch: py
     monkeypatch.setattr(step_metrics, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
     last = types.SimpleNamespace(called=18.0)  # the last operation of the backward pass
     monkeypatch.setattr(step_metrics.flight_recorder, "last", lambda: last)
-    clock = step_metrics.Clock(torch.device("cpu"))
-    clock.start()  # at 10 s
-    clock.add("data")  # at 13 s
-    clock.add_backward(is_synchronized=True)  # at 20 s, after waiting since 18 s
-    clock.add_backward(is_synchronized=False)  # at 30 s
-    clock.add_backward(is_synchronized=True)  # at 31 s; the last operation was called before this pass began
-    clock.add("compute")
-    assert clock.reset() == {"data": 3.0, "compute": 5.0 + 10.0 + 1.0 + 0.5, "communication": 2.0}
-    assert clock.reset() == {"data": 0.0, "compute": 0.0, "communication": 0.0}
+    timer = step_metrics.StepTimer(torch.device("cpu"))
+    timer.start()  # at 10 s
+    timer.add("data")  # at 13 s
+    timer.add_backward(is_synchronized=True)  # at 20 s, after waiting since 18 s
+    timer.add_backward(is_synchronized=False)  # at 30 s
+    timer.add_backward(is_synchronized=True)  # at 31 s; the last operation was called before this pass began
+    timer.add("compute")
+    assert timer.reset() == {"data": 3.0, "compute": 5.0 + 10.0 + 1.0 + 0.5, "communication": 2.0}
+    assert timer.reset() == {"data": 0.0, "compute": 0.0, "communication": 0.0}

@@ -286,13 +286,6 @@ def test_a_run_continues_with_another_batch_size(world: mpicomm.World, data: Cal
     assert (epoch["samples"], epoch["step"]) == (12 * world.size, 2)
 
 
-def test_a_run_of_an_earlier_version_has_nothing_to_compare(world: mpicomm.World) -> None:
-    trainer = make_trainer()
-    trainer.fit(samples(12 * world.size), 1, max_steps=1)
-    trainer.position.data = []
-    assert trainer.fit(IterableSource(12 * world.size), 1)[0]["samples"] == 12 * world.size
-
-
 def test_data_are_corrected_before_the_first_step(world: mpicomm.World) -> None:
     trainer = make_trainer()
     wide = TensorDataset(torch.zeros(4, FEATURES + 1), torch.zeros(4, dtype=torch.long))

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler, WeightedRandomSampler
 
 from mpicomm.training import batches
-from mpicomm.training.data import DataRank, LoaderOptions, make_source
+from mpicomm.training.data import DataRank, LoaderOptions
+from mpicomm.training.data_argument import make_source
 
 A, B, C, T = (torch.full((2, 3), float(value)) for value in range(4))
 META = torch.device("meta")
@@ -57,7 +58,7 @@ class Movable:
     ],
 )
 def test_the_outermost_level_is_unpacked(content: Any, args: Any, kwargs: Any, targets: Any) -> None:
-    call = batches.call_of(content, "labels")
+    call = batches.model_arguments(content, "labels")
     assert repr((call.args, call.kwargs, call.targets)) == repr((args, kwargs, targets))
 
 
@@ -66,7 +67,7 @@ def test_the_outermost_level_is_unpacked(content: Any, args: Any, kwargs: Any, t
     [(A, (A,), {}), ([A, T], (A, T), {}), ({"a": A, "labels": T}, (), {"a": A, "labels": T})],
 )
 def test_a_model_that_returns_its_loss_takes_the_whole_batch(content: Any, args: Any, kwargs: Any) -> None:
-    assert batches.call_of(content, None) == batches.Call(args, kwargs, content)
+    assert batches.model_arguments(content, None) == batches.ModelArguments(args, kwargs, content)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_model_that_returns_its_loss_takes_the_whole_batch(content: Any, args:
 )
 def test_a_batch_without_targets_is_refused(content: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        batches.call_of(content, "labels")
+        batches.model_arguments(content, "labels")
 
 
 class TwoInputs(nn.Module):
@@ -93,9 +94,9 @@ class TwoInputs(nn.Module):
 
 
 def test_a_batch_that_does_not_fit_the_model_is_refused() -> None:
-    batches.check_call(TwoInputs(), batches.call_of((A, B, T), "labels"))
+    batches.check_arguments(TwoInputs(), batches.model_arguments((A, B, T), "labels"))
     with pytest.raises(TypeError) as error:
-        batches.check_call(TwoInputs(), batches.call_of(((A, B), T), "labels"))
+        batches.check_arguments(TwoInputs(), batches.model_arguments(((A, B), T), "labels"))
     first, rules, advice = str(error.value).splitlines()
     assert first == (
         "the batch does not fit the model's forward(a, b): missing a required argument: 'b', got (a tuple of length 2)."
@@ -103,7 +104,9 @@ def test_a_batch_that_does_not_fit_the_model_is_refused() -> None:
     assert "((a, b), target) calls model((a, b))" in rules
     assert advice == "Change the batches that the dataset returns, or the signature of forward()."
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'name', got \(a=a tensor of shape \[2, 3\], "):
-        batches.check_call(TwoInputs(), batches.call_of({"a": A, "b": B, "name": "x", "labels": T}, "labels"))
+        batches.check_arguments(
+            TwoInputs(), batches.model_arguments({"a": A, "b": B, "name": "x", "labels": T}, "labels")
+        )
 
 
 def test_all_tensors_of_a_batch_are_moved() -> None:

@@ -83,8 +83,8 @@ def test_the_command_of_each_scheduler(
     )
     (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    clock = preemption.scheduler_clock(environ)
-    assert clock() == 120
+    remaining_seconds = preemption.remaining_time_query(environ)
+    assert remaining_seconds() == 120
 
 
 def test_the_signal_at_the_time_limit_of_flux_requests_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,14 +111,14 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_scheduler_is_queried(squeue: Path) -> None:
-    clock = preemption.scheduler_clock(os.environ)
+    remaining_seconds = preemption.remaining_time_query(os.environ)
     squeue.write_text("2:00\n")
-    assert clock() == 120
+    assert remaining_seconds() == 120
     squeue.unlink()
-    assert clock() is None
+    assert remaining_seconds() is None
     assert (squeue.parent / "asked").read_text().splitlines()[0] == "--noheader --jobs 17 --format %L"
-    assert preemption.scheduler_clock({}) is None
-    assert preemption.scheduler_clock({"SLURM_JOB_ID": "17", "PATH": ""}) is not None
+    assert preemption.remaining_time_query({}) is None
+    assert preemption.remaining_time_query({"SLURM_JOB_ID": "17", "PATH": ""}) is not None
 
 
 def wait_until_queried_again(squeue: Path) -> None:

@@ -11,36 +11,36 @@ import torch
 from torch import nn
 
 from mpicomm.errors import TrainingError
-from mpicomm.training import checkpoint, parallel, randomness, recovering_calls, shard_replicas
-from mpicomm.training.recovering_calls import Failure, Standing
-from mpicomm.training.shard_replicas import Held
+from mpicomm.training import checkpoint, newest_state, parallel, randomness, shard_replicas
+from mpicomm.training.newest_state import Failure, RankState
+from mpicomm.training.shard_replicas import HeldShards
 from mpicomm.training.state import Position
 
 FAILURE = Failure((2,), ("alpha",), "killed by signal 9", 70.0)
 
 
-def standing(*progress: int, at: float | None = None, has_joined: bool = False, trainer: int = 0) -> Standing:
-    return Standing(trainer, progress or None, at, (FAILURE,) if progress else (), has_joined)
+def rank_state(*progress: int, at: float | None = None, has_joined: bool = False, trainer: int = 0) -> RankState:
+    return RankState(trainer, progress or None, at, (FAILURE,) if progress else (), has_joined)
 
 
 def test_a_rank_that_has_completed_the_step_sends_it_to_the_others() -> None:
-    agreed = recovering_calls.decide([standing(1, 7), standing(1, 8), standing(1, 8), standing(1, 7)])
-    assert (agreed.source, agreed.ranks_without) == (1, (0, 3))
+    newest = newest_state.find([rank_state(1, 7), rank_state(1, 8), rank_state(1, 8), rank_state(1, 7)])
+    assert (newest.source, newest.ranks_without) == (1, (0, 3))
 
 
 def test_nothing_is_sent_if_all_ranks_have_the_same_state() -> None:
-    agreed = recovering_calls.decide([standing(1, 7)] * 3)
-    assert (agreed.source, agreed.ranks_without, agreed.joined) == (0, (), ())
+    newest = newest_state.find([rank_state(1, 7)] * 3)
+    assert (newest.source, newest.ranks_without, newest.joined) == (0, (), ())
 
 
 def test_a_spare_gets_the_state_also_in_the_place_of_rank_0() -> None:
-    agreed = recovering_calls.decide([standing(has_joined=True), standing(1, 7), standing(1, 7)])
-    assert (agreed.source, agreed.ranks_without, agreed.joined) == (1, (0,), (0,))
+    newest = newest_state.find([rank_state(has_joined=True), rank_state(1, 7), rank_state(1, 7)])
+    assert (newest.source, newest.ranks_without, newest.joined) == (1, (0,), (0,))
 
 
 def test_a_new_run_takes_the_parameters_of_rank_0() -> None:
-    agreed = recovering_calls.decide([standing()] * 3)
-    assert (agreed.source, agreed.ranks_without) == (0, (1, 2))
+    newest = newest_state.find([rank_state()] * 3)
+    assert (newest.source, newest.ranks_without) == (0, (1, 2))
 
 
 def test_an_evaluated_epoch_is_newer_than_its_last_step() -> None:
@@ -59,32 +59,32 @@ def test_an_evaluated_epoch_is_newer_than_its_last_step() -> None:
 
 def test_a_spare_in_another_trainer_is_an_error_on_all_ranks() -> None:
     with pytest.raises(TrainingError, match=r"(?s)trainer 1 .* in trainer 3.*one Trainer") as caught:
-        recovering_calls.decide([standing(1, 7, trainer=2), standing(has_joined=True)])
+        newest_state.find([rank_state(1, 7, trainer=2), rank_state(has_joined=True)])
     assert caught.value.is_on_all_ranks
 
 
 def test_a_recovery_has_the_failures_of_the_source_and_the_time_of_its_last_step() -> None:
     position = Position(step=7)
-    recovery = recovering_calls.decide([standing(has_joined=True), standing(1, 7, at=60.0)]).recovery(position, 2)
+    recovery = newest_state.find([rank_state(has_joined=True), rank_state(1, 7, at=60.0)]).recovery(position, 2)
     position.advance(3)
     assert (recovery.position.step, recovery.last_step_at, recovery.joined) == (7, 60.0, (0,))
     assert recovery.describe(0.25) == (
         "rank 2 on alpha failed: killed by signal 9; continued from step 7 on 2 ranks, 1 of them spares, after 0.25 s "
         "without a step"
     )
-    assert recovering_calls.decide([standing()]).recovery(position, 1) is None
+    assert newest_state.find([rank_state()]).recovery(position, 1) is None
 
 
 def test_without_a_step_the_gap_begins_with_the_failure() -> None:
-    recovery = recovering_calls.decide([standing(0, 0)]).recovery(Position(), 1)
+    recovery = newest_state.find([rank_state(0, 0)]).recovery(Position(), 1)
     assert recovery.last_step_at == FAILURE.detected_at
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
 
 
-def held(version: tuple[int, int], size: int, *ranks: int) -> tuple[Held, ...]:
-    return (Held(version, ranks, size),)
+def held(version: tuple[int, int], size: int, *ranks: int) -> tuple[HeldShards, ...]:
+    return (HeldShards(version, ranks, size),)
 
 
 def test_the_next_rank_holds_the_shard_of_a_failed_rank() -> None:

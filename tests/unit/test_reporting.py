@@ -15,7 +15,7 @@ import torch
 from mpicomm import rank_log
 from mpicomm.metrics_file import MetricsFile
 from mpicomm.training import reporting
-from mpicomm.training.recovering_calls import Failure, Recovery
+from mpicomm.training.newest_state import Failure, Recovery
 from mpicomm.training.reporting import Display, Reporter
 from mpicomm.training.state import Position
 

@@ -41,13 +41,9 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
     run.close()
 
 
-def earlier_version(path: Path, step: int) -> None:
-    path.mkdir()
-    (path / "COMPLETE").write_text(json.dumps({"step": step, "ranks": 2, "torch": "2.8"}))
-
-
 def other_program(path: Path) -> None:
     path.mkdir()
+    (path / "COMPLETE").write_text('{"step": 3}')
     (path / "precious.pt").write_text("three weeks of training")
 
 
@@ -60,7 +56,6 @@ def other_run(path: Path) -> None:
 USERS: dict[str, Callable[[Path], object]] = {
     "step-1000": other_program,
     "step-000001000": other_run,
-    "step-000000003": lambda path: earlier_version(path, 3),
     "step-best": lambda path: shutil.copytree(path.with_name("step-000000004"), path),
     "step-000000900": lambda path: shutil.copytree(path.with_name("step-000000004"), path),
     "step-000000800": lambda path: path.symlink_to("step-000000004"),
@@ -99,18 +94,6 @@ def test_checkpoints_of_one_step_are_in_the_order_of_their_names(run: RunDirecto
     for name in ("step-000000005", "step-000000005-epoch-00001", "step-000000005-epoch-00001-evaluated"):
         assert run.newest() != saved(run, 5, name)
         assert run.newest() == run.path / name
-
-
-def test_checkpoints_of_an_earlier_version_are_resumed_and_kept(tmp_path: Path) -> None:
-    (tmp_path / ".lock").touch()
-    for step in (4, 8):
-        earlier_version(tmp_path / f"step-{step:09d}", step)
-    run = RunDirectory(tmp_path, keep=1)
-    assert run.newest() == tmp_path / "step-000000008"
-    for step in (9, 10):
-        assert saved(run, step) == run.newest()
-    run.close()
-    assert names(tmp_path) == ["step-000000004", "step-000000008", "step-000000010"]
 
 
 @pytest.mark.parametrize("hidden", ["copied", "removed", "damaged"])

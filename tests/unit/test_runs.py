@@ -348,7 +348,7 @@ def test_ranks_that_a_resume_has_changed_are_shown(directory: Path) -> None:
     [(0.0, "0.0 s"), (59.9, "59.9 s"), (61.2, "1:01 min"), (3600, "1:00:00 h"), (9e4, "25:00:00 h")],
 )
 def test_durations_have_units(seconds: float, text: str) -> None:
-    assert run_metrics.shown_seconds(seconds) == text
+    assert run_metrics.format_duration_with_unit(seconds) == text
 
 
 # -- the plot --------------------------------------------------------------------------------------------------------

@@ -21,16 +21,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from mpicomm.training.data import (
-    DataRank,
-    EpochPartition,
-    IndexedSource,
-    IterableSource,
-    LoaderOptions,
-    LoaderSource,
-    Step,
-    make_source,
-)
+from mpicomm.training.data import DataRank, LoaderOptions, Step
+from mpicomm.training.data_argument import make_source
+from mpicomm.training.indexed_data import EpochPartition, IndexedSource
+from mpicomm.training.streamed_data import IterableSource, LoaderSource
 
 sizes = st.integers(1, 7)
 
@@ -222,12 +216,12 @@ class Remembering:
     ],
 )
 def test_data_that_cannot_be_resumed_exactly_have_a_reason(loader: Any, reason: str | None) -> None:
-    found = make_source(loader, LoaderOptions(), DataRank(0, 2)).inexact
+    found = make_source(loader, LoaderOptions(), DataRank(0, 2)).inexact_reason
     assert found is None if reason is None else re.match(f".*{reason}", found)
 
 
 def test_the_remedy_for_a_share_of_each_rank_is_not_what_the_user_has_passed() -> None:
-    found = make_source(numbers(20), LoaderOptions(num_workers=1), DataRank(0, 2), shard=False).inexact
+    found = make_source(numbers(20), LoaderOptions(num_workers=1), DataRank(0, 2), shard=False).inexact_reason
     assert found is not None
     assert found.endswith("Set num_workers=0 unless the dataset draws no random numbers")
 
