@@ -68,7 +68,7 @@ def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], tak
         comm = mpi.tracked(make_comm())
         transport = gpu_transport.choose(comm, settings) if takes_gpu_tensors else gpu_transport.NO_TRANSPORT
     except Exception as error:
-        rank_failures.check(error)
+        rank_failures.raise_if_failed(error)
         raise
     finally:
         operation.finish()

@@ -116,7 +116,7 @@ def bootstrap(
         else:
             if opened.watch is not None:  # a rank that leaves with an error must not be reported as dead
                 opened.watch.leave(1, is_stuck=False, waits=False)
-            opened.restore_environ()
+            opened.close()
             raise
     atexit.register(shutdown_at_exit)
     if opened.job.is_spare:

@@ -15,14 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
-import torch.distributed as dist
-
 from mpicomm import agreement, mpi
 from mpicomm.backend import groups
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.job import mpi_job, session, session_setup
 from mpicomm.job.session import Session, World
-from mpicomm.watchdog import exit_hooks, parent_link, rank_failures
+from mpicomm.watchdog import exit_hooks, parent_link
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -71,10 +69,10 @@ def recover() -> World:
             'recover: the job was not started with on_failure="recover".\n'
             'Call mpicomm.bootstrap(on_failure="recover"), and start the job with mpicomm run --fault-tolerant.'
         )
-    if rank_failures.current() is None:
+    if last.failures.is_aborting:
         time.sleep(_ABORT_SECONDS)
         raise MpicommError("recover: the job is being aborted.\nCheck the output of the other ranks for the cause.")
-    if not last.failures.find():
+    if not last.failures.wait_until_known():
         raise MpicommError(
             "recover: no rank has failed.\nCall recover() only after an operation has raised RankFailedError."
         )
@@ -162,10 +160,7 @@ def _end_world(ended: Session) -> None:
     mpi.record_lost_processes()
     mpi.revoke_all()
     groups.end_all(ended.failures.error(), "its world has ended, since ranks have failed")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    ended.restore_environ()
-    mpi.set_job_comm(None)
+    ended.close(recovers=True)
 
 
 @contextlib.contextmanager

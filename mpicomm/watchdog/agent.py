@@ -1,8 +1,10 @@
 """The watchdog: a thread on every rank that detects hangs and dead ranks, reports them, and aborts the job.
 
-The only MPI function that it calls is MPI_Abort. It does not busy-wait; it wakes up once a second. It reports the state
-of its own rank over the out-of-band channel to rank 0, whose `Coordinator` decides. If rank 0 itself is dead or does
-not respond, the next rank reports in its place.
+While another thread may be inside MPI, its thread calls only two functions of it: MPI_Abort and, where ranks may fail,
+MPI_Comm_revoke (`rank_failures`), which interrupts the blocked calls of the other threads. It does not busy-wait: it
+wakes up for messages, signals and calls of other threads, and otherwise once a second, or every 50 ms while a step is
+due soon. It reports the state of its own rank over the out-of-band channel to rank 0, whose `Coordinator` decides. If
+rank 0 itself is dead or does not respond, the next rank reports in its place.
 """
 
 from __future__ import annotations
@@ -483,7 +485,8 @@ class Watchdog:
     def _end(self, message: protocol.JobEnding) -> None:
         if self._exit_at == math.inf:
             self._exit_at = time.monotonic() + _ENDED_SECONDS
-            rank_failures.set_current(None)  # ranks that the abort ends first must not be recovered from
+            if (failures := rank_failures.current()) is not None:
+                failures.is_aborting = True
             if message.files:
                 self._write_files()
             self._kill_unresponsive_processes()

@@ -59,6 +59,10 @@ def take_address(environ: MutableMapping[str, str]) -> str | None:
 def report_end(parent: Parent, name: str) -> None:
     """Report to `mpicomm run` that the ranks of a job of this name that are left have finished.
 
+    `mpicomm run` waits for another rank 0 of this name when it loses the last one, and learns the name and the ranks of
+    a world only from `JobStarted`. So this rank, whatever its number was, reports a world of one rank, which has
+    finished.
+
     Raises:
         OSError: If `mpicomm run` cannot be reached.
     """

@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     Mutant(
         "_wait_for_rank_0",
-        old="rank_failures.check(None)",
+        old="rank_failures.raise_if_failed(None)",
         fault="Ranks that serve rank 0 do not recover with the others after a failure.",
         tests="tests/recovery/test_recovery.py -k serve",
     ),

@@ -553,7 +553,7 @@ opened.environ[name] = os.environ.get(name)
         tests="tests/launch/test_leaving.py -k deadlock",
     ),
     Mutant(
-        "restore_environ",
+        "Session.close",
         old="""
 if before is None:
     os.environ.pop(name, None)

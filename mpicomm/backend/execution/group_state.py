@@ -78,7 +78,7 @@ class GroupState:
             RankFailedError: In place of the error, if it occurred because a rank has failed.
         """
         if isinstance(error, Exception):
-            rank_failures.check(error)
+            rank_failures.raise_if_failed(error)
         if self.record.broken or getattr(error, "is_on_all_ranks", False):
             return
         kind = type(error).__name__
