@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 
 from mpicomm.job import interfaces
 from mpicomm.json_messages import Message
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import hang_report, rank_text
 from mpicomm.recorder.status import Crash
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.watchdog import job_files, observers
@@ -56,7 +56,7 @@ class Job:
         """Whether ranks have failed, and the others continue as another job of the same name."""
 
         self._recovers = recovers
-        self._hosts = {rank: host for host, text in hosts.items() for rank in hang_report.parse_ranges(text)}
+        self._hosts = {rank: host for host, text in hosts.items() for rank in rank_text.parse_ranges(text)}
         self._finished: set[int] = set()
         self._failed: set[int] = set()
         self.cause = ""
@@ -131,7 +131,7 @@ class Job:
         return f"{failed}{left} did not reach the end of the program"
 
     def _name(self, ranks: Iterable[int]) -> str:
-        return hang_report.full_name(sorted(ranks), [self._hosts[rank] for rank in sorted(self._hosts)])
+        return rank_text.full_name(sorted(ranks), [self._hosts[rank] for rank in sorted(self._hosts)])
 
 
 class JobListener:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mpicomm import terminal
 from mpicomm.cli.job_observer import JobStatus
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.recorder.status import ExitedRank, NotResponding, RankStatus, Status
 
 _TITLES = ("rank", "host", "operation", "line", "seconds", "bytes/s", "memory")
@@ -86,7 +86,7 @@ def _position(rank: int, host: str, status: RankStatus) -> RankRow:
     if not status.running:
         return RankRow(rank, host, "computing", line=status.main)
     longest = max(status.running, key=lambda each: each.seconds or 0.0)
-    return RankRow(rank, host, "in_operation", hang_report.operation(longest), longest.where, longest.seconds)
+    return RankRow(rank, host, "in_operation", rank_text.describe_operation(longest), longest.where, longest.seconds)
 
 
 def _cells(row: RankRow) -> list[str]:

@@ -21,7 +21,7 @@ from time import monotonic
 from typing import Any
 
 from mpicomm.errors import MpicommError
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.recorder.status import OperationInfo
 
 RING = 1024
@@ -125,7 +125,7 @@ class Operation:
     count: int
     peer: int | None
     number: int
-    called: float
+    called_at: float
     start: float | None
     end: float | None
     limit: float | None
@@ -197,14 +197,14 @@ class Operation:
             number=self.number,
             name=self.name,
             group=self.group.name,
-            members="" if self.group.is_world else hang_report.ranges(self.group.ranks),
+            members="" if self.group.is_world else rank_text.ranges(self.group.ranks),
             sequence=self.sequence,
             is_message=self.is_message,
             dtype="" if self.dtype is None else str(self.dtype).removeprefix("torch."),
             count=self.count,
             peer=None if self.peer is None else self.group.ranks[self.peer],
             where=self.where,
-            called=round(now - self.called, 6),
+            called=round(now - self.called_at, 6),
             seconds=None if self.start is None else round((self.end or now) - self.start, 6),
             is_over=self.end is not None,
         )
@@ -253,7 +253,7 @@ def note(
     operation.end = operation.tag = operation.message = None
     operation.limit = group.timeout
     operation.number = number = next(_numbers)
-    operation.called = now = monotonic()
+    operation.called_at = now = monotonic()
     # 3. start it, and store it in the ring buffer
     if is_running and not is_message:
         operation.sequence = group.sequence = group.sequence + 1
@@ -393,7 +393,7 @@ def bytes_per_second(now: float) -> float:
     operations = recorded()
     if not operations:
         return 0.0
-    since = max(now - _RATE_SECONDS, operations[0].called)
+    since = max(now - _RATE_SECONDS, operations[0].called_at)
     completed = [each for each in operations if each.end is not None and each.end > since]
     total = sum(each.count * getattr(each.dtype, "itemsize", 0) for each in completed)
     return total / max(now - since, _SHORTEST_RATE)

@@ -16,7 +16,7 @@ from mpicomm import agreement
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import RankFailedError, TrainingError, raised_on_all_ranks
 from mpicomm.job import recovery, session
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.training import checkpoint, randomness, state
 from mpicomm.training.assembly import Assembly
 from mpicomm.training.data import DataSource
@@ -264,7 +264,7 @@ class Recovery:
             gap: The seconds without a complete step.
         """
         failed = "; ".join(
-            f"{hang_report.called(failure.ranks)} on {', '.join(sorted(set(failure.hosts)))} failed: {failure.reason}"
+            f"{rank_text.name_ranks(failure.ranks)} on {', '.join(sorted(set(failure.hosts)))} failed: {failure.reason}"
             for failure in self.failures
         )
         joined = f", {len(self.joined)} of them spares" if self.joined else ""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mpicomm.json_messages import Message
-from mpicomm.recorder import dump, flight_recorder, hang_report
+from mpicomm.recorder import dump, flight_recorder, hang_report, rank_text
 from mpicomm.recorder.dump import ClockOffset
 from mpicomm.watchdog import coordinator, exit_hooks, job_files, protocol, rank_failures, signals
 from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
@@ -147,7 +147,7 @@ class Watchdog:
 
         def attach() -> None:
             self._channel.attach_parent(connection)
-            hosts = hang_report.ranks_by_host(self.place.hosts[: self.place.size - self._limits.spares])
+            hosts = rank_text.ranks_by_host(self.place.hosts[: self.place.size - self._limits.spares])
             self._channel.send_to_parent(protocol.JobStarted(hosts, self._limits.job, self._limits.recovers))
             self._events.append(coordinator.ParentAttached())  # ranks may have exited during the connection's set-up
 
@@ -223,7 +223,7 @@ class Watchdog:
             The ranks and a table of where they are. If rank 0 does not respond, no ranks and the state of rank 0.
         """
         answers = self._answers[operation.number] = queue.SimpleQueue()
-        info, needs = operation.describe(time.monotonic()), hang_report.ranges(operation.needs)
+        info, needs = operation.describe(time.monotonic()), rank_text.ranges(operation.needs)
         self._post_report(protocol.MissingQuery(self.place.rank, info, needs))
         try:
             answer = answers.get(timeout=RESPONSE_SECONDS)
@@ -231,7 +231,7 @@ class Watchdog:
             return [], f"{self._rank_0.describe_silence(RESPONSE_SECONDS)}."
         finally:
             self._answers.pop(operation.number, None)
-        return hang_report.parse_ranges(answer.ranks), answer.table
+        return rank_text.parse_ranges(answer.ranks), answer.table
 
     def break_group(self, name: str, cause: str) -> None:
         """Report that this rank has stopped waiting in a group, so that no rank uses the group any more."""

@@ -170,7 +170,7 @@ class GroupBroken(Message):
 
 
 class JobStarted(Message):
-    """The job has been formed, or continues after a failure; `hosts` has each host's ranks (`hang_report.ranges`)."""
+    """The job has been formed, or continues after a failure; `hosts` has each host's ranks (`rank_text.ranges`)."""
 
     hosts: dict[str, str]
     name: str = ""
@@ -213,7 +213,7 @@ class StatusRequest(Message):
 
 
 class StatusComplete(Message):
-    """All reports have been sent; `hosts` has each host's ranks (`hang_report.ranges`)."""
+    """All reports have been sent; `hosts` has each host's ranks (`rank_text.ranges`)."""
 
     hosts: dict[str, str]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpicomm.arguments import Deadline
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import hang_report, rank_text
 from mpicomm.recorder.status import Crash
 from mpicomm.watchdog import exit_hooks
 from mpicomm.watchdog.channel import RankInfo
@@ -100,4 +100,4 @@ class Rank0Monitor:
         return f"{self._hub_name()} has not responded for {seconds:.0f} s{': ' if state else ''}{state}"
 
     def _hub_name(self) -> str:
-        return hang_report.full_name([self._place.hub], self._place.hosts)
+        return rank_text.full_name([self._place.hub], self._place.hosts)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mpicomm import mpi
 from mpicomm.errors import RankFailedError
-from mpicomm.recorder import flight_recorder, hang_report
+from mpicomm.recorder import flight_recorder, rank_text
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -69,7 +69,7 @@ class RankFailures:
         if not ranks:
             return "a rank failed"
         reasons = dict.fromkeys(self._reasons.get(rank, _UNKNOWN) for rank in ranks)
-        return f"{hang_report.full_name(ranks, self._hosts)} failed: {'; '.join(reasons)}"
+        return f"{rank_text.full_name(ranks, self._hosts)} failed: {'; '.join(reasons)}"
 
     def wait_until_known(self) -> bool:
         """Wait until it is known which rank has failed; return whether one has.

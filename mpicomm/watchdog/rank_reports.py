@@ -10,7 +10,7 @@ from typing import Any
 
 from mpicomm.arguments import Deadline
 from mpicomm.json_messages import Message
-from mpicomm.recorder import flight_recorder, hang_report
+from mpicomm.recorder import flight_recorder, rank_text
 from mpicomm.recorder.flight_recorder import Operation
 from mpicomm.recorder.status import NotResponding, RankStatus, Usage
 from mpicomm.watchdog import exit_hooks, local_processes, protocol
@@ -104,7 +104,7 @@ class OperationMonitor:
         reported = self._reported.setdefault(operation.number, set())
         if kind not in reported:
             reported.add(kind)
-            needs = hang_report.ranges(operation.needs)
+            needs = rank_text.ranges(operation.needs)
             self._report(kind(self._rank, operation.describe(now), needs, *arguments))
 
 

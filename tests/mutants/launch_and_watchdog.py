@@ -822,7 +822,7 @@ else:
     Mutant(
         "bytes_per_second",
         old="each.end is not None and each.end > since",
-        new="each.called > since",
+        new="each.called_at > since",
         fault="The rate of bytes counts operations that still run.",
         tests="tests/unit/test_flight_recorder.py -k the_rate_counts",
     ),

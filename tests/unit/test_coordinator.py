@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpicomm.json_messages import Message
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import hang_report, rank_text
 from mpicomm.recorder.hang_report import CRASH_REMEDY, DEATH_REMEDY, HOST_REMEDY
 from mpicomm.recorder.status import Crash, ExitedRank, NotResponding, OperationInfo, RankStatus
 from mpicomm.watchdog import coordinator as coordinators
@@ -55,7 +55,7 @@ TRANSIT = coordinators._TRANSIT_SECONDS
 REPORTER, DUMP = coordinators._REPORTER_SECONDS, coordinators._DUMP_SECONDS
 TWO_NODES = (0, 0, 1, 1)
 KILLED = hang_report.cause_of_loss("closed")
-ALL_RANKS = hang_report.ranges(range(SIZE))
+ALL_RANKS = rank_text.ranges(range(SIZE))
 
 
 class Court:
@@ -622,7 +622,7 @@ def test_it_costs_little_that_many_wait(monkeypatch: pytest.MonkeyPatch) -> None
         parsed.append(text)
         return list(range(SIZE))
 
-    monkeypatch.setattr(hang_report, "parse_ranges", parse)
+    monkeypatch.setattr(rank_text, "parse_ranges", parse)
     court = Court()
     court.leave(3, sequence=99)
     for number in range(100):

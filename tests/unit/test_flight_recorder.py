@@ -203,14 +203,14 @@ def test_an_operation_runs_until_it_is_finished() -> None:
     assert operation.start is not None
     assert flight_recorder.running() == [operation]
     operation.finish()
-    assert operation.called <= operation.start <= operation.end
+    assert operation.called_at <= operation.start <= operation.end
     assert flight_recorder.running() == []
     operation.finish()  # another thread may call it a second time
 
 
 def test_an_operation_may_begin_at_once() -> None:
     operation = note(group_of())
-    assert operation.start == operation.called
+    assert operation.start == operation.called_at
     assert flight_recorder.running() == [operation]
 
 
@@ -241,7 +241,7 @@ def test_the_ranks_that_an_operation_needs() -> None:
 
 def test_an_operation_is_described_to_others() -> None:
     operation = note(group_of("1", (4, 5, 6, 9), is_world=False), "broadcast", 3)
-    now = operation.called + 31.0
+    now = operation.called_at + 31.0
     line = line_here() - 2
     described = vars(operation.describe(now))
     assert described == {
@@ -606,7 +606,7 @@ def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
 
 def completed(group: Group, count: int, called: float, end: float | None) -> None:
     operation = flight_recorder.note(group, "all_reduce", torch.float64, count, None, False, True)
-    operation.called, operation.end = called, end
+    operation.called_at, operation.end = called, end
 
 
 def test_the_rate_counts_the_bytes_of_operations_that_ended_lately() -> None:

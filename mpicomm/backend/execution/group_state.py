@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpicomm import agreement, mpi
 from mpicomm.errors import MismatchError, MpicommError, raised_on_all_ranks
-from mpicomm.recorder import flight_recorder, hang_report
+from mpicomm.recorder import flight_recorder, rank_text
 from mpicomm.recorder.flight_recorder import Operation
 from mpicomm.watchdog import agent, rank_failures
 
@@ -83,7 +83,7 @@ class GroupState:
             return
         kind = type(error).__name__
         how = f"failed: {str(error) or kind}" if isinstance(error, Exception) else f"was interrupted by {kind}"
-        self.break_by(f"{hang_report.operation(operation.describe(0.0))} {how}")
+        self.break_by(f"{rank_text.describe_operation(operation.describe(0.0))} {how}")
 
     def wait_for_all(self, operation: Operation, seconds: float) -> None:
         """Wait for every rank in a barrier that Python can interrupt (collective).
@@ -123,7 +123,7 @@ class GroupState:
         calls = self._comm.allgather((signature, operation.where))
         ranks = agreement.ranks_by_value(calls, list(self.record.ranks))
         rows = [
-            f"  {hang_report.called(members)}: {signature}, at {where}"
+            f"  {rank_text.name_ranks(members)}: {signature}, at {where}"
             for (signature, where), members in sorted(ranks.items(), key=lambda item: -len(item[1]))
         ]
         raise raised_on_all_ranks(
@@ -137,7 +137,7 @@ class GroupState:
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that timed out, and mark the group as unusable."""
         # 1. mark the group; the program receives the error and may continue, so the watchdog must not abort the job
-        call = hang_report.operation(operation.describe(0.0))
+        call = rank_text.describe_operation(operation.describe(0.0))
         self.record.broken = f"{call} timed out after {seconds:g} s"
         operation.limit = None
         # 2. ask the watchdog for the missing ranks, and tell it that the group is broken
@@ -155,7 +155,7 @@ class GroupState:
         # PyTorch's tests of timeouts search for " timeout ".
         return TimeoutError(
             f"{call} timed out after {seconds:g} s: {len(missing)} of {self._comm.size} ranks did not reach it: "
-            f"{hang_report.called(missing)}.\n{table}\nThe group cannot be used any more.\n"
+            f"{rank_text.name_ranks(missing)}.\n{table}\nThe group cannot be used any more.\n"
             f"Check that the missing ranks call it too, or increase the timeout of the operation."
         )
 
