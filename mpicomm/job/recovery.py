@@ -20,7 +20,7 @@ from mpicomm.backend import groups
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.job import mpi_job, session, session_setup
 from mpicomm.job.session import Session, World
-from mpicomm.watchdog import exit_hooks, parent_link
+from mpicomm.watchdog import error_output, parent_link
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -121,7 +121,7 @@ def recover_from(last: Session) -> Session:
     session.set_current(following)
     if comm.rank == 0:
         number, seconds = following.world.recoveries, time.monotonic() - start
-        exit_hooks.print_stderr(
+        error_output.print_stderr(
             f"[mpicomm] {_describe(last, left)}; continuing with {following.world.size} ranks after {seconds:.2f} s "
             f"(recovery {number})\n"
         )
@@ -173,7 +173,7 @@ def _time_limit(last: Session, operation: str) -> Iterator[None]:
     seconds = max(last.request.limit.total_seconds(), _SHORTEST_LIMIT)
 
     def end() -> None:
-        exit_hooks.print_stderr(
+        error_output.print_stderr(
             f"[mpicomm] {session.place_of(last.world)}: {operation} timed out after {seconds:g} s: "
             f"a rank that has not failed does not take part; aborting the job\n"
             f"Find the rank that is stopped or busy, or increase the timeout of bootstrap().\n"
@@ -288,7 +288,7 @@ def _check_enough(last: Session, left: Survivors) -> None:
     if left.size >= least:
         return
     if left.comm.rank == 0:
-        exit_hooks.print_stderr(
+        error_output.print_stderr(
             f"[mpicomm] {_describe(last, left)}; {left.size} ranks are left, fewer than min_ranks={least}; "
             f"aborting the job\n"
         )

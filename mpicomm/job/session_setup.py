@@ -24,7 +24,7 @@ from mpicomm.job.session import DUMPS, Session, World
 from mpicomm.job.start_request import StartRequest
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
-from mpicomm.watchdog import agent, channel_setup, exit_hooks, rank_failures
+from mpicomm.watchdog import agent, channel_setup, error_output, exit_hooks, rank_failures
 from mpicomm.watchdog.channel import Channel
 from mpicomm.watchdog.rank_failures import RankFailures
 
@@ -67,7 +67,7 @@ def create(
         previous_rank=previous_rank,
         recoveries=recoveries,
     )
-    claim = exit_hooks.claim_in(job.store, world.rank)
+    claim = error_output.claim_in(job.store, world.rank)
     created = Session(request, launch, settings, job, world, name, shutdown, claim)
     if job.processes is not None:
         if settings.dump_dir != "none":

@@ -12,7 +12,7 @@ from mpicomm import mpi, torch_internals
 from mpicomm.backend import groups
 from mpicomm.errors import RankFailedError
 from mpicomm.job import recovery, session
-from mpicomm.watchdog import exit_hooks
+from mpicomm.watchdog import error_output, exit_hooks
 from mpicomm.watchdog.agent import Watchdog
 
 _EXIT_POLL_SECONDS = 0.01  # between two polls of messages in flight, while other ranks still run
@@ -69,4 +69,4 @@ def shutdown_at_exit() -> None:
         ended = session.current()
         assert ended is not None
         place = session.place_of(ended.world)
-        exit_hooks.print_stderr(f"[mpicomm] {place}: shutdown() failed at exit\n{traceback.format_exc()}")
+        error_output.print_stderr(f"[mpicomm] {place}: shutdown() failed at exit\n{traceback.format_exc()}")

@@ -26,15 +26,16 @@ from typing import Any, TypeVar
 from mpicomm.json_messages import Message
 from mpicomm.recorder import dump, flight_recorder, hang_report, rank_text
 from mpicomm.recorder.dump import ClockOffset
-from mpicomm.watchdog import coordinator, exit_hooks, job_files, protocol, rank_failures, signals
+from mpicomm.watchdog import coordinator, error_output, job_files, protocol, rank_failures, signals
 from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
 from mpicomm.watchdog.clock import ClockMonitor
+from mpicomm.watchdog.connected_ranks import ConnectedRanks
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.coordinator import Coordinator
 from mpicomm.watchdog.nvml import GPUReader
 from mpicomm.watchdog.observers import OBSERVER
 from mpicomm.watchdog.rank_0_monitor import RESPONSE_SECONDS, Rank0Monitor
-from mpicomm.watchdog.rank_reports import ConnectedRanks, OperationMonitor, RankExit
+from mpicomm.watchdog.rank_reports import OperationMonitor, RankExit
 
 T = TypeVar("T")
 
@@ -173,7 +174,7 @@ class Watchdog:
         """
 
         def leave() -> None:
-            self._operations.running()  # reports ended waits: this rank must not wait for ranks that have exited
+            self._operations.report_ended_waits()  # this rank must not wait for ranks that have exited
             self._exit.report(status, is_stuck=is_stuck, waits=waits, sends=sends)
 
         self._post(leave)
@@ -460,6 +461,7 @@ class Watchdog:
                 if message.files:
                     self._write_files()
                 status = self._operations.status(now, with_usage=message.usage)
+                self._operations.report_ended_waits()  # before it sends the status, of which they are no part any more
                 self._report(protocol.StatusReport(self.place.rank, message.number, status))
             case protocol.MissingAnswer():
                 if message.number in self._answers:
@@ -517,7 +519,7 @@ class Watchdog:
             self._channel.send_down(protocol.JobEnding(files=True))
         self._write_files()
         self._kill_unresponsive_processes()
-        if self.place.rank <= exit_hooks.MAX_REPORTERS:
+        if self.place.rank <= error_output.MAX_REPORTERS:
             self.print_report(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row()}{remedy}")
         time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
         self._abort(1)
@@ -538,7 +540,7 @@ class Watchdog:
 
     def print_report(self, text: str) -> None:
         """Print a report to stderr."""
-        exit_hooks.print_stderr(text.rstrip("\n") + "\n")
+        error_output.print_stderr(text.rstrip("\n") + "\n")
 
     def _own_row(self) -> str:
         return hang_report.table({self.place.rank: self._operations.status(time.monotonic())}, self.place.hosts)

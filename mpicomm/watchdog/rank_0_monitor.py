@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mpicomm.arguments import Deadline
 from mpicomm.recorder import hang_report, rank_text
 from mpicomm.recorder.status import Crash
-from mpicomm.watchdog import exit_hooks
+from mpicomm.watchdog import error_output
 from mpicomm.watchdog.channel import RankInfo
 from mpicomm.watchdog.protocol import COLLECT_SECONDS, LONGEST_GAP, LateOperation, PossibleHang, TimedOut
 
@@ -34,7 +34,7 @@ class Rank0Monitor:
     def turn(self) -> float:
         """Seconds that this rank waits for other ranks to act in place of rank 0."""
         behind = 0.0 if self._place.hub == 0 else COLLECT_SECONDS
-        return exit_hooks.turn_of(self._place.rank) + behind
+        return error_output.turn_of(self._place.rank) + behind
 
     def remedy(self, *, recovers: bool) -> str:
         """Return the next step if the connection to the hub is lost; otherwise an empty text.

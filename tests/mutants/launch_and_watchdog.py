@@ -290,7 +290,7 @@ for operation in flight_recorder.running():
         tests="tests/unit/test_signals.py -k test_a_process_without_a_handler_ends_by_sigterm",
     ),
     Mutant(
-        "Hook._fail",
+        "ExceptHook._fail",
         old="isinstance(error, LaunchError) and not self.is_formed()",
         new="isinstance(error, LaunchError)",
         fault="A LaunchError after bootstrap() is followed by a report that a rank died.",
@@ -304,7 +304,7 @@ for operation in flight_recorder.running():
         tests="tests/unit/test_exit_status.py -k launch_error",
     ),
     Mutant(
-        "Hook.__call__",
+        "ExceptHook.__call__",
         old="os.getpid() != self.pid",
         new="False",
         fault="An exception in a forked child of a rank ends the whole job.",

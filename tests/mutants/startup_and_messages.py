@@ -394,7 +394,7 @@ MUTANTS = [
         tests="tests/unit/test_rank_reports.py -k half_of_its_timeout",
     ),
     Mutant(
-        "OperationMonitor.running",
+        "OperationMonitor.report_ended_waits",
         old="self._report(protocol.WaitEnded(self._rank, number))",
         fault="Rank 0 reports a hang of an operation that has ended.",
         tests="tests/unit/test_rank_reports.py -k was_reported",
