@@ -81,8 +81,8 @@ def initialize(request: StartRequest, launch: Launch, hang_seconds: float) -> In
     limit = max(request.wait_limit, _SHORTEST_INIT)
     is_single = launch.kind == "single"
     with notice.after(notice.seconds_before(hang_seconds, limit), launch, "MPI_Init", limit):
-        by_all = request.comm is None and not is_single
-        world = mpi.initialize(launch.local_size, limit, by_all=by_all, is_single=is_single)
+        all_ranks_call = request.comm is None and not is_single
+        world = mpi.initialize(launch.local_size, limit, all_ranks_call=all_ranks_call, is_single=is_single)
     if world.size == 1:  # MPI has connected no other rank to which this one could report the error
         _check_launch(launch)
     return request.comm or (mpi.api().COMM_SELF if is_single else world)

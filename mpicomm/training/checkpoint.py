@@ -65,7 +65,7 @@ class Checkpoints:
 
         self._rank = dist.get_rank()
         self._uses_mpicomm = isinstance(dist.group.WORLD, MPIProcessGroup)
-        self._in_background = mpi.serves_threads() if self._uses_mpicomm else dist.is_gloo_available()
+        self._in_background = mpi.has_thread_multiple() if self._uses_mpicomm else dist.is_gloo_available()
         # The current GPU of a new thread is the first one, so the thread selects its own.
         begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint", initializer=begin)

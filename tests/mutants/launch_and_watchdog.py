@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         "mpi.initialize",
-        old="_keep_connection()",
+        old="_hide_launcher_connection()",
         fault="A program that a rank starts, and that uses MPI alone, waits in MPI_Init of Open MPI.",
         tests="tests/launch/test_children.py -k a_rank_starts",
     ),
