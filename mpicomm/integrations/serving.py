@@ -39,7 +39,7 @@ def own_address(world: World) -> str:
 
 def start_seconds() -> float:
     """Return how long a part of a cluster may take to start: at most 300 s, and less than the timeout of operations."""
-    return min(_START_SECONDS, _START_SHARE * _session().request.limit.total_seconds())
+    return min(_START_SECONDS, _START_SHARE * _session().request.operation_timeout.total_seconds())
 
 
 def start_on_all_ranks(world: World, start: Callable[[], object], remedy: str) -> None:

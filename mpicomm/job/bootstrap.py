@@ -20,7 +20,7 @@ import torch
 from mpicomm import mpi
 from mpicomm.arguments import PATH
 from mpicomm.errors import MpicommError, RankFailedError
-from mpicomm.job import environ_job, mpi_job, recovery, session, session_setup
+from mpicomm.job import mpi_job, recovery, session, session_setup, torchrun_job
 from mpicomm.job.session import World
 from mpicomm.job.shutdown import shutdown, shutdown_at_exit
 from mpicomm.job.start_request import StartRequest
@@ -99,7 +99,7 @@ def bootstrap(
             exit_hooks.arm(rank, size, socket.gethostname())
     # 3. join the job
     if launch.kind in ("torchrun", "slurm"):
-        job = environ_job.join(request, launch, settings.hang_seconds)
+        job = torchrun_job.join(request, launch, settings.hang_seconds)
     else:
         base = mpi_job.initialize(request, launch, settings.hang_seconds)
         if abort_on_error:  # from here on, a failing rank must not leave the others waiting

@@ -81,10 +81,10 @@ def recover() -> World:
 
 def recover_from(last: Session) -> Session:
     """End the last world, and form the next one of the processes that are left (collective over these)."""
-    assert last.job.processes is not None
+    assert last.job.process_comm is not None
     start = time.monotonic()
     _end_world(last)
-    comm, finished = last.job.processes, frozenset[int]()
+    comm, finished = last.job.process_comm, frozenset[int]()
     size, attempts, error = 0, 0, None
     with _time_limit(last, "recover()"):
         while True:
@@ -130,10 +130,10 @@ def recover_from(last: Session) -> Session:
 
 def leave_without_failed(last: Session) -> None:
     """End this rank's part in a world in which another rank has failed: it has finished, so it does not continue."""
-    assert last.job.processes is not None
+    assert last.job.process_comm is not None
     _end_world(last)
     with _time_limit(last, "shutdown()"):
-        comm, left = find_survivors(last.job.processes, last, frozenset(), is_finished=True)
+        comm, left = find_survivors(last.job.process_comm, last, frozenset(), is_finished=True)
     if comm.rank == 0 and not left.size and last.settings.parent:
         # The last rank 0 may have failed. If other ranks continue, rank 0 of the next world reports their end.
         with contextlib.suppress(OSError, ValueError):
@@ -170,7 +170,7 @@ def _time_limit(last: Session, operation: str) -> Iterator[None]:
     Args:
         operation: The function that the user has called.
     """
-    seconds = max(last.request.limit.total_seconds(), _SHORTEST_LIMIT)
+    seconds = max(last.request.operation_timeout.total_seconds(), _SHORTEST_LIMIT)
 
     def end() -> None:
         error_output.print_stderr(
@@ -178,7 +178,7 @@ def _time_limit(last: Session, operation: str) -> Iterator[None]:
             f"a rank that has not failed does not take part; aborting the job\n"
             f"Find the rank that is stopped or busy, or increase the timeout of bootstrap().\n"
         )
-        session_setup.abort(1, last.job.processes)
+        session_setup.abort(1, last.job.process_comm)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True

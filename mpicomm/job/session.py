@@ -117,7 +117,8 @@ class Session:
     def communicators(self) -> list[Intracomm]:
         """The communicators of the ranks and of all processes, which are one without spares."""
         # COMM_NULL, one that the program has freed, is false.
-        return [comm for comm in {id(comm): comm for comm in (self.job.comm, self.job.processes)}.values() if comm]
+        by_id = {id(comm): comm for comm in (self.job.rank_comm, self.job.process_comm)}
+        return [comm for comm in by_id.values() if comm]
 
     def close(self, *, recovers: bool = False) -> None:
         """Undo what `session_setup.open_session` has set in this process, except the watchdog. Does not communicate.

@@ -508,7 +508,7 @@ class Watchdog:
         if cause := self._rank_0.cause_of_abort():
             remedy = self._rank_0.remedy(recovers=self._limits.recovers)
             self._abort_alone(cause, f"\n{remedy}" if remedy else "")
-        if cause := self._rank_0.cause_of_report():
+        if cause := self._rank_0.take_cause_of_report():
             self.print_report(f"[mpicomm] possible hang: {cause}.\n{self._own_row()}")
             self._write_files()
 

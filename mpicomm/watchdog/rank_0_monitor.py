@@ -81,12 +81,12 @@ class Rank0Monitor:
             return f"{self._hub_name()} died: {hang_report.cause_of_loss(lost, crash)}"
         return self._describe_missing_response(TimedOut, self.turn)
 
-    def cause_of_report(self) -> str:
-        """Return why this rank must report a possible hang now; empty if it need not."""
+    def take_cause_of_report(self) -> str:
+        """Return, once for each request, why this rank must report a possible hang now; empty if it need not."""
         cause = "" if self._lost is not None else self._describe_missing_response(PossibleHang, 0.0)
         if cause:
             self._response_due = None
-        return cause if self._place.rank == 1 else ""
+        return cause if self._place.rank == 1 else ""  # every rank may wait for rank 0: one prints for all
 
     def _describe_missing_response(self, kind: type[LateOperation], delay: float) -> str:
         if self._response_due is None or not isinstance(self._request, kind):

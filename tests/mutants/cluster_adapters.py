@@ -13,8 +13,8 @@ MUTANTS = [
     ),
     Mutant(
         "start_seconds",
-        old="_START_SHARE * _session().request.limit.total_seconds()",
-        new="_session().request.limit.total_seconds()",
+        old="_START_SHARE * _session().request.operation_timeout.total_seconds()",
+        new="_session().request.operation_timeout.total_seconds()",
         fault="A cluster may take as long to start as the operations in which the other ranks wait for it.",
         tests="tests/launch/test_serving.py -k wait_until",
     ),

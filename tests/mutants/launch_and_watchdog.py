@@ -490,7 +490,7 @@ if answers and all(answers) and number in _STOPS:
         tests="tests/unit/test_rendezvous.py -k test_a_place_is_chosen_that_every_node_reaches",
     ),
     Mutant(
-        "NamingBarrier.missing",
+        "ReportingBarrier.missing",
         old="enumerate(self._reached)",
         new="enumerate(self._reached[:-1])",
         fault="Rank 0 does not wait for the last rank, and therefore never reports it as missing.",
@@ -547,8 +547,8 @@ opened.environ[name] = os.environ.get(name)
     ),
     Mutant(
         "_make_group",
-        old="opened.request.limit",
-        new="StartRequest().limit",
+        old="opened.request.operation_timeout",
+        new="StartRequest().operation_timeout",
         fault="The process group does not get the timeout passed to bootstrap().",
         tests="tests/launch/test_leaving.py -k deadlock",
     ),
@@ -979,7 +979,7 @@ else:
         tests="tests/launch/test_timeline.py -k other_directories",
     ),
     Mutant(
-        "notice.seconds_before",
+        "start_timer.seconds_before_notice",
         old="limit / 2",
         new="limit",
         fault="With a short timeout, bootstrap() fails before it prints which ranks are absent.",

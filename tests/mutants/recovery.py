@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         "create",
         old="None if last.job.is_spare else last.world.rank",
-        new="job.topology.rank",
+        new="job.rank_topology.rank",
         fault="After a recovery, a rank's previous rank is its new one, also on a spare that has joined.",
         tests=_JOB,
     ),

@@ -228,7 +228,7 @@ MUTANTS = [
     ),
     Mutant(
         "StartRequest.check_repeats",
-        old="self.timeout is not None and self.limit == first.limit",
+        old="self.timeout is not None and self.operation_timeout == first.operation_timeout",
         new="False",
         fault="A second bootstrap() with the same timeout in another unit is refused.",
         tests="tests/launch/test_arguments.py -k number_of_seconds",
@@ -241,7 +241,7 @@ MUTANTS = [
         tests="tests/launch/test_torchrun.py -k COMM_WORLD",
     ),
     Mutant(
-        "notice.report",
+        "start_timer.report",
         old="min(filter(_may_print, waiting_ranks), default=None)",
         new="min(waiting_ranks, default=None)",
         fault="In a job of many nodes, one rank of each node prints a notice about absent ranks.",
@@ -292,7 +292,7 @@ MUTANTS = [
     ),
     Mutant(
         "mpi_job._form",
-        old="position = topology.from_nodes(comm.rank, agreed.nodes[: agreed.size], agreed.hosts[: agreed.size])",
+        old="rank_topology = topology.from_nodes(comm.rank, agreed.nodes[: agreed.size], agreed.hosts[: agreed.size])",
         new="pass",
         fault="The World counts the spares as ranks.",
         tests="tests/recovery -k test_ranks_die_and_the_others_continue",

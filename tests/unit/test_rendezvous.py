@@ -15,7 +15,7 @@ import pytest
 
 from mpicomm import mpi, topology
 from mpicomm.errors import LaunchError, RendezvousError
-from mpicomm.job import environ_job, interfaces, rendezvous
+from mpicomm.job import interfaces, rendezvous, torchrun_job
 from mpicomm.job.start_request import StartRequest
 from mpicomm.launch import detect
 from tests.time_limits import scaled
@@ -176,7 +176,7 @@ def test_an_invalid_port_is_refused_with_and_without_mpi(text: str, monkeypatch:
     monkeypatch.setenv("MASTER_PORT", text)
     launch = detect.detect({"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     with pytest.raises(LaunchError, match=message):
-        environ_job._check(StartRequest(), launch)
+        torchrun_job._check(StartRequest(), launch)
 
 
 @pytest.mark.parametrize(("of_rank", "is_used"), [("a 1", False), ("a 2", True), ("b 1", True), (None, True)])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mpicomm.arguments import Deadline
 from mpicomm.backend.transfer import mpi_calls
-from mpicomm.missing_ranks import NamingBarrier
+from mpicomm.missing_ranks import ReportingBarrier
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -17,7 +17,7 @@ class MonitoredBarrier:
 
     def __init__(self, comm: Intracomm) -> None:
         self._rank = comm.rank
-        self._barrier = NamingBarrier(comm, mpi_calls.tag_of_barrier())
+        self._barrier = ReportingBarrier(comm, mpi_calls.tag_of_barrier())
 
     def wait(self, seconds: float, *, names_all: bool) -> None:
         """Wait for every rank (collective).
