@@ -14,7 +14,9 @@ from mpicomm.errors import RendezvousError, raised_on_all_ranks
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
-_START_TAG = 32701  # which no other code uses: the barrier of the start is on the program's communicator
+# The barrier of the start is on the program's communicator: a tag that programs hardly use, below 32767, the least
+# upper bound of tags that MPI guarantees.
+_START_TAG = 32701
 _NAMED = 16  # the most missing ranks that a message lists
 _LONGEST_PAUSE = 0.01  # seconds between two polls
 _GRACE = 5.0  # seconds that a rank waits for rank 0's answer after its own timeout

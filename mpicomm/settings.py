@@ -11,7 +11,7 @@ from mpicomm.errors import LaunchError
 
 PREFIX = "MPICOMM_"
 LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
-PARENT = "MPICOMM_PARENT"
+PARENT_VARIABLE = "MPICOMM_PARENT"
 """The variable in which `mpicomm run` passes its address to rank 0."""
 
 SPARES = "MPICOMM_SPARES"

@@ -21,7 +21,7 @@ from mpicomm.recorder import hang_report, rank_text
 from mpicomm.recorder.status import Crash
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.watchdog import job_files, observers
-from mpicomm.watchdog.channel import PARENT
+from mpicomm.watchdog.channel import SUPERVISOR
 from mpicomm.watchdog.connection import Connection, Server
 from mpicomm.watchdog.observers import Observers
 from mpicomm.watchdog.parent_link import Parent
@@ -156,7 +156,7 @@ class JobListener:
         addresses = ("127.0.0.1",) if is_local else _addresses()
         listener = _listen(is_local=is_local)
         self.parent = Parent(addresses, listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
-        self._server = Server(selector, listener, self.parent.token, PARENT, (0,), self._admit, host_timeout)
+        self._server = Server(selector, listener, self.parent.token, SUPERVISOR, (0,), self._admit, host_timeout)
 
     @property
     def is_connected(self) -> bool:

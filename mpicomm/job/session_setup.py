@@ -91,7 +91,7 @@ def open_session(opened: Session) -> None:
             mpi.tracked(comm)
         mpi.set_job_comm(job.rank_comm)
         channel = Channel(job.process_topology.rank, job.plan.channel_token, settings.host_timeout)
-        limits = agent.Limits(
+        limits = agent.WatchdogSettings(
             settings.hang_seconds,
             opened.dumps,
             ends_local_processes=opened.launch.step is not None,
@@ -145,7 +145,7 @@ def _make_group(opened: Session) -> None:
     if world.backend is None:
         return
     torch_internals.restart_group_names()
-    with torch_compatibility.explained():
+    with torch_compatibility.blame_untested_torch():
         dist.init_process_group(
             _TORCH_NAMES.get(world.backend, world.backend),
             store=dist.PrefixStore("mpicomm", opened.job.store),

@@ -27,7 +27,7 @@ from mpicomm.json_messages import Message
 from mpicomm.recorder import dump, flight_recorder, hang_report, rank_text
 from mpicomm.recorder.dump import ClockOffset
 from mpicomm.watchdog import coordinator, error_output, job_files, protocol, rank_failures, signals
-from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
+from mpicomm.watchdog.channel import SUPERVISOR, Channel, ChannelEvent, RankInfo
 from mpicomm.watchdog.clock import ClockMonitor
 from mpicomm.watchdog.connected_ranks import ConnectedRanks
 from mpicomm.watchdog.connection import Connection
@@ -50,7 +50,7 @@ _ABORT_SECONDS = 5.0  # time limit for MPI_Abort to end this process
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class WatchdogSettings:
     """The settings of the watchdog."""
 
     hang_seconds: float
@@ -82,7 +82,7 @@ class Watchdog:
         self,
         place: RankInfo,
         channel: Channel,
-        limits: Limits,
+        limits: WatchdogSettings,
         end: Callable[[int], Any],
         claim: Callable[[], bool],
         prepare: Callable[[], None] = lambda: None,
@@ -209,7 +209,7 @@ class Watchdog:
 
     def fail(self) -> None:
         """Report that this rank has failed, and that it prints the error and aborts the job itself."""
-        self._post_report(protocol.RankFailed(self.place.rank))
+        self._post_report(protocol.RankAborts(self.place.rank))
 
     def exit_at_once(self, status: int) -> None:
         """Report that this rank is about to call `os._exit`, and wait up to 0.5 s for rank 0's confirmation."""
@@ -250,10 +250,10 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def close_in_child(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the rank's descriptors in a forked child: a copy that stays open would hide the rank's death."""
         signals.unwatch()
-        self._channel.close_in_child()
+        self._channel.close_after_fork()
 
     def _post(self, call: Callable[[], None]) -> None:
         self._calls.put(call)
@@ -379,7 +379,7 @@ class Watchdog:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _receive(self, event: ChannelEvent) -> None:
-        if event.rank == PARENT:
+        if event.rank == SUPERVISOR:
             self._receive_from_parent(event)
         elif event.rank == OBSERVER:
             self._events.append(protocol.StatusRequest())
@@ -405,7 +405,7 @@ class Watchdog:
             self._rank_0.record_response()  # the next world has another rank 0
             if not self._exit.all_exited.is_set():
                 cause = hang_report.cause_of_loss(event.lost, event.crash)
-                self._send_to_ranks(protocol.RanksFailed({str(self.place.hub): cause}))
+                self._send_to_ranks(protocol.ContinueWithout({str(self.place.hub): cause}))
         elif not self._exit.all_exited.is_set():
             self._rank_0.record_loss(event.lost, event.crash)
 
@@ -476,7 +476,7 @@ class Watchdog:
             case protocol.RaiseSignal():
                 if signals.handled(message.signal) == message.signal:
                     os.kill(os.getpid(), message.signal)
-            case protocol.RanksFailed():
+            case protocol.ContinueWithout():
                 if (failures := rank_failures.current()) is not None:
                     failures.record({int(rank): reason for rank, reason in message.reasons.items()})
             case protocol.JobEnding():
@@ -567,10 +567,10 @@ def set_current(watchdog: Watchdog | None) -> None:
     _current = watchdog
 
 
-def _close_in_child() -> None:
+def _close_after_fork() -> None:
     if _current is not None:
-        _current.close_in_child()
+        _current.close_after_fork()
         set_current(None)
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_close_after_fork)

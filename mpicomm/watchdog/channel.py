@@ -28,7 +28,7 @@ from mpicomm.watchdog.protocol import LocalProcess, StatusRequest
 _BACKLOG = 4096  # connections that wait to be accepted: all ranks of a node, and a rank of each node, connect at once
 _WAKE_UP_BYTES = 4096  # of one read; each byte is a signal or a wake-up
 
-PARENT = -1
+SUPERVISOR = -1
 """Takes the place of a rank in the events of the connection to `mpicomm run`."""
 
 
@@ -126,7 +126,7 @@ class Channel:
     def attach_parent(self, connection: Connection) -> None:
         """Take over rank 0's connection to `mpicomm run`."""
         self._parent = connection
-        self._watch(connection, PARENT)
+        self._watch(connection, SUPERVISOR)
 
     def accept_observers(self, job: JobFile) -> None:
         """Listen for observers, if this host has a directory for the job's file."""
@@ -199,12 +199,12 @@ class Channel:
         self._waker.close()
         self._woken.close()
 
-    def close_in_child(self) -> None:
+    def close_after_fork(self) -> None:
         """Close all descriptors in a forked child: the child shares them with the rank, and must not keep them open."""
         for connection in self._connections():
-            connection.close_in_child()
+            connection.close_after_fork()
         for server in self._servers():
-            server.close_in_child()
+            server.close_after_fork()
         self._selector.close()  # without unregistering: the entries belong to the rank, too
         self._waker.close()
         self._woken.close()
@@ -248,7 +248,7 @@ class Channel:
         # A crash is reported at once: a launcher may kill this process as soon as the other one has ended.
         if rank is None:
             self._up = None
-        elif rank == PARENT:
+        elif rank == SUPERVISOR:
             self._parent = None
         else:
             del self.children[rank]

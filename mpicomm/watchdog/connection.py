@@ -164,7 +164,7 @@ class Connection:
         self.unwatch()
         self.socket.close()
 
-    def close_in_child(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the descriptor in a forked child; its entry in the selector belongs to the parent, too."""
         self._selector = None
         self.close()
@@ -314,11 +314,11 @@ class Server:
         for connection in list(self._pending):
             self._refuse(connection)
 
-    def close_in_child(self) -> None:
+    def close_after_fork(self) -> None:
         """Close all descriptors in a forked child; their entries in the selector belong to the parent, too."""
         self._listener.close()
         for connection in self._pending:
-            connection.close_in_child()
+            connection.close_after_fork()
 
     def _accept(self, _mask: int) -> None:
         try:

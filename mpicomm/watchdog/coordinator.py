@@ -220,7 +220,7 @@ class Coordinator:
                 self._terminated.add(message.rank)
             case protocol.RankDied():
                 self._receive_death(message, now)
-            case protocol.RankFailed():
+            case protocol.RankAborts():
                 self._report_failure(f"{self._name([message.rank])} failed")
                 if not self.is_ending:
                     self._abort_at = now + _REPORTER_SECONDS
@@ -445,7 +445,7 @@ class Coordinator:
         elif rank not in self._failed:
             self._failed.add(rank)
             self._actions.append(SendToParent(protocol.RankFinished(rank, has_failed=True)))
-            self._send(protocol.RanksFailed({str(rank): reason or f"it {event}"}))
+            self._send(protocol.ContinueWithout({str(rank): reason or f"it {event}"}))
 
     def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Status], now: float) -> None:
         is_one = len(absent) == 1

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import MutableMapping
 
-from mpicomm.settings import HOST_TIMEOUT, PARENT
+from mpicomm.settings import HOST_TIMEOUT, PARENT_VARIABLE
 from mpicomm.watchdog import connection
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.protocol import JobStarted, RankFinished
@@ -52,7 +52,7 @@ def take_address(environ: MutableMapping[str, str]) -> str | None:
     A later call in the same process returns the same value.
     """
     global _address  # noqa: PLW0603
-    _address = environ.pop(PARENT, "") or _address
+    _address = environ.pop(PARENT_VARIABLE, "") or _address
     return _address
 
 

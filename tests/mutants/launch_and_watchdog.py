@@ -483,7 +483,7 @@ if answers and all(answers) and number in _STOPS:
     ),
     # -- startup --------------------------------------------------------------------------------------------
     Mutant(
-        "_prove",
+        "_find_reachable_address",
         old="all",
         new="any",
         fault="The store listens on an address that one node can reach, but not every node.",

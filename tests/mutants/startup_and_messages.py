@@ -52,8 +52,8 @@ MUTANTS = [
         tests="tests/unit/test_channel.py -k close_closes_all",
     ),
     Mutant(
-        "Channel.close_in_child",
-        old="connection.close_in_child()",
+        "Channel.close_after_fork",
+        old="connection.close_after_fork()",
         fault="The exit of a rank is not detected as long as a child process that it forked is running.",
         tests="tests/unit/test_channel.py -k hide_the_end_of_a_rank",
     ),
@@ -319,7 +319,7 @@ MUTANTS = [
         tests="tests/unit/test_durations.py -k suspension",
     ),
     Mutant(
-        "torch_compatibility.explained",
+        "torch_compatibility.blame_untested_torch",
         old="except (MpicommError, dist.DistError):",
         new="except MpicommError:",
         fault="With a new version of torch, a failure of the network is reported as an incompatibility.",

@@ -15,7 +15,7 @@ from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.job.session import Session
 from mpicomm.recorder import flight_recorder
 from mpicomm.watchdog import agent, channel_setup, rank_failures
-from mpicomm.watchdog.agent import Limits
+from mpicomm.watchdog.agent import WatchdogSettings
 from mpicomm.watchdog.channel import Channel
 from mpicomm.watchdog.rank_failures import RankFailures
 
@@ -107,7 +107,7 @@ def test_a_watchdog_whose_start_is_interrupted_leaves_no_thread() -> None:
     where, channel = topology.from_nodes(0, [0], ["alpha"]), Channel(0, b"token", 30)
     with pytest.raises(ConnectionError):
         channel_setup.start_watchdog(
-            comm, where, "127.0.0.1", channel, Limits(60.0, None), lambda: True, lambda: None, None
+            comm, where, "127.0.0.1", channel, WatchdogSettings(60.0, None), lambda: True, lambda: None, None
         )
     assert set(threading.enumerate()) == before
     assert agent.current() is None
