@@ -9,7 +9,7 @@ from typing import Any
 
 from mpicomm.arguments import Deadline
 from mpicomm.json_messages import Message
-from mpicomm.recorder import flight_recorder, rank_text
+from mpicomm.recorder import flight_recorder, rank_text, stream_queue
 from mpicomm.recorder.flight_recorder import Operation
 from mpicomm.recorder.status import RankStatus, Usage
 from mpicomm.watchdog import exit_hooks, local_processes, protocol
@@ -51,7 +51,7 @@ class OperationMonitor:
 
     def check(self, now: float) -> None:
         """Report the operations that have become late; called once a second."""
-        flight_recorder.refresh_streams()
+        stream_queue.refresh_all()
         self.report_ended_waits()
         for operation in flight_recorder.running():
             self._check_operation(operation, now)

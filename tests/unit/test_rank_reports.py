@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mpicomm.json_messages import Message
-from mpicomm.recorder import flight_recorder
+from mpicomm.recorder import flight_recorder, stream_queue
 from mpicomm.recorder.status import NotResponding, OperationInfo
 from mpicomm.watchdog import local_processes, protocol
 from mpicomm.watchdog.channel import RankInfo
@@ -33,7 +33,7 @@ def _running(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the list of the operations that run."""
     operations: list[Any] = []
     monkeypatch.setattr(flight_recorder, "running", lambda: list(operations))
-    monkeypatch.setattr(flight_recorder, "refresh_streams", lambda: None)
+    monkeypatch.setattr(stream_queue, "refresh_all", lambda: None)
     return operations
 
 
