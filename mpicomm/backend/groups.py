@@ -61,7 +61,7 @@ def make(name: str, ranks: Sequence[int], seconds: float, *, takes_gpu_tensors: 
 
 def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], takes_gpu_tensors: bool) -> Executor:
     flight_recorder.refuse_children()
-    settings = Settings.from_environ(os.environ)
+    settings = Settings.from_environ(os.environ)  # not those of a session: groups exist without bootstrap()
     record.sequence = -1  # the creation of a group is its operation 0, as a rank may never reach it
     operation = flight_recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True)
     try:

@@ -175,6 +175,7 @@ def abort(status: int, comm: Intracomm | None) -> None:
 
 
 def _is_formed() -> bool:
+    """Return whether the job exists, also while `shutdown` ends it: the watchdog is the last to stop."""
     current = session.current()
     return current is not None and (current.is_open or current.watch is not None)
 

@@ -365,9 +365,8 @@ class Watchdog:
             self._channel.send_up(probe)
 
     def _handle_signals(self) -> None:
-        numbers, self._channel.woken = self._channel.woken, bytearray()
         now = time.monotonic()
-        if signals.deliver(bytes(numbers)) and self._term_at == math.inf:
+        if signals.deliver(self._channel.take_woken()) and self._term_at == math.inf:
             # The launcher may have sent it because a rank has died, which rank 0 is about to report.
             self._term_at = now + _TERM_SECONDS
             if not self._exit.is_reported:

@@ -91,9 +91,9 @@ class Channel:
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._receive_wake_up)
         self.wake_fd = self._waker.fileno()
-        """Writing to this descriptor wakes `poll`, which puts the bytes into `woken`."""
+        """Writing to this descriptor wakes `poll`, whose bytes `take_woken` returns."""
 
-        self.woken = bytearray()
+        self._received_wake_ups = bytearray()
 
     # -- opening -------------------------------------------------------------------------------------------------
 
@@ -170,6 +170,12 @@ class Channel:
         for message in messages:
             self.send_to_parent(message)
 
+    def take_woken(self) -> bytes:
+        """Return the bytes that have woken `poll` since the last call: signals (`signal.set_wakeup_fd`) and zeros."""
+        received = bytes(self._received_wake_ups)
+        self._received_wake_ups.clear()
+        return received
+
     def wake(self) -> None:
         """Make a waiting `poll` return; may be called on any thread."""
         with contextlib.suppress(OSError):  # full: a wake-up is pending already; closed: no thread waits any more
@@ -217,7 +223,7 @@ class Channel:
 
     def _receive_wake_up(self, _mask: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            self.woken += self._woken.recv(_WAKE_UP_BYTES)
+            self._received_wake_ups += self._woken.recv(_WAKE_UP_BYTES)
 
     def _admit(self, connection: Connection, messages: list[Message]) -> None:
         """Make a connection that has authenticated that of a child."""

@@ -489,7 +489,7 @@ def test_another_thread_wakes_poll() -> None:
         assert hub.poll(SECONDS) == []
         assert time.monotonic() - start < SECONDS / 2
         waker.join()
-        assert hub.woken == b"\0"
+        assert hub.take_woken() == b"\0"
 
 
 def test_frequent_wakeups_do_not_block() -> None:
@@ -497,7 +497,7 @@ def test_frequent_wakeups_do_not_block() -> None:
         for _ in range(100_000):
             alone.wake()
         pump(lambda: not select.select([alone._woken], [], [], 0)[0], alone)
-        assert alone.woken.count(b"\0") > 100
+        assert alone.take_woken().count(b"\0") > 100
     alone.wake()  # closed: no thread waits in poll()
 
 
@@ -832,7 +832,7 @@ def test_a_forked_child_that_forgets_does_not_disturb_the_channel() -> None:
         assert take(hub, 1) == [ChannelEvent(1, MESSAGE)]
         hub.wake()
         assert hub.poll(SECONDS) == []
-        assert hub.woken == b"\0"
+        assert hub.take_woken() == b"\0"
 
 
 def test_a_hub_that_listens_still_does_after_a_child_forgot() -> None:
