@@ -90,7 +90,10 @@ _table: dict[str, str] = {}
 
 
 def _module_by_name() -> dict[str, str]:
-    """Return the module of each public name, from the imports above."""
+    """Return the module of each public name, from the imports above.
+
+    Type checkers need these imports as statements. A dict beside them would list each name a second time.
+    """
     if not _table:
         import re
 

@@ -24,7 +24,7 @@ from mpicomm.job.session import World
 from mpicomm.launch import known_launchers
 from mpicomm.launch.known_launchers import Launcher
 from mpicomm.native import c_library
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.settings import Settings
 
 _NODES = Path("/sys/devices/system/node")
@@ -77,8 +77,8 @@ def collect(world: World) -> JobInfo:
         device=str(world.device),
         device_name=torch.cuda.get_device_name(world.device) if is_gpu else "",
         uuid=devices.visible_gpus()[world.device.index] if is_gpu else "",
-        cpus=hang_report.ranges(cpus),
-        numa_nodes=hang_report.ranges(numa_nodes(cpus, _NODES)),
+        cpus=rank_text.ranges(cpus),
+        numa_nodes=rank_text.ranges(numa_nodes(cpus, _NODES)),
         software=_software(world),
         environment=_variables(os.environ),
     )
@@ -94,7 +94,7 @@ def numa_nodes(cpus: Iterable[int], directory: Path) -> list[int]:
     bound_cpus = set(cpus)
     nodes = []
     for path in directory.glob("node[0-9]*/cpulist"):
-        node_cpus = hang_report.parse_ranges(path.read_text().strip().replace(",", ", "))
+        node_cpus = rank_text.parse_ranges(path.read_text().strip().replace(",", ", "))
         if bound_cpus.intersection(node_cpus):
             nodes.append(int(path.parent.name.removeprefix("node")))
     return sorted(nodes)

@@ -14,14 +14,16 @@ from mpicomm.errors import RendezvousError, raised_on_all_ranks
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
-_START_TAG = 32701  # which no other code uses: the barrier of the start is on the program's communicator
+# The barrier of the start is on the program's communicator: a tag that programs hardly use, below 32767, the least
+# upper bound of tags that MPI guarantees.
+_START_TAG = 32701
 _NAMED = 16  # the most missing ranks that a message lists
 _LONGEST_PAUSE = 0.01  # seconds between two polls
 _GRACE = 5.0  # seconds that a rank waits for rank 0's answer after its own timeout
 _STILL_WAITING = -1  # an answer before the last one, in place of the number of missing ranks
 
 
-class NamingBarrier:
+class ReportingBarrier:
     """The barriers of one communicator. Every rank reports to rank 0, which answers it.
 
     Unlike MPI_Barrier, it returns on the ranks that have arrived even if others are missing, and the communicator
@@ -108,7 +110,7 @@ class NamingBarrier:
 
 
 @dataclasses.dataclass(frozen=True)
-class Notice:
+class MissingNotice:
     """The notice about missing ranks, printed before the timeout."""
 
     seconds: float
@@ -118,7 +120,7 @@ class Notice:
 
 
 def wait_for_all_ranks(
-    comm: Intracomm, phase: str, timeout: float, notice: Notice, hosts: tuple[str, ...] = ()
+    comm: Intracomm, phase: str, timeout: float, notice: MissingNotice, hosts: tuple[str, ...] = ()
 ) -> None:
     """Wait at the start of a job until every rank has called this function (collective).
 
@@ -141,7 +143,7 @@ def wait_for_all_ranks(
             f"Check that every rank calls mpicomm.bootstrap(), and where the missing ranks block before it.\n"
         )
 
-    barrier = NamingBarrier(comm, _START_TAG)
+    barrier = ReportingBarrier(comm, _START_TAG)
     barrier.begin()
     # 1. print the missing ranks after a part of the timeout, then wait until the timeout
     first = Deadline(min(notice.seconds, timeout) + (_GRACE if comm.rank else 0))

@@ -36,28 +36,33 @@ IN_A_CHILD = (
     "`if __name__ == '__main__':` if workers import the module."
 )
 
+# -- constants ---------------------------------------------------------------------------------------------------------
+
 # 4.0 is the first version with large counts, for messages of more than 2 GiB.
 _OLDEST_MPI4PY = (4, 0)
 
 # With these, Open MPI and MPICH yield the core to other processes while they wait (for oversubscription); MPICH's
 # default way of yielding does not. Intel MPI yields by default; its I_MPI_THREAD_YIELD and I_MPI_WAIT_MODE make small
 # messages slower.
-_GIVE_WAY = {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
-_SPINS = 200  # polls without a pause
+_YIELD_VARIABLES = {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
 
-_job_comm: Intracomm | None = None  # bootstrap()'s private communicator
+_FT_ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
+_RANK_PROCESS = "_MPICOMM_RANK_PROCESS"  # set in a rank, for its children: its pid, and its connection to the launcher
+_FENCE_SECONDS = 5.0  # for all ranks to leave MPI_Init; a precaution, after which the start continues
+_POLLS_WITHOUT_PAUSE = 200  # some 100 us, in which a message of a running rank arrives; then polls must yield the core
+
+# -- the state of MPI in this process ----------------------------------------------------------------------------------
+
 _pid: int | None = None  # the process that called `initialize`
-_is_abandoned = False
+_is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must call MPI_Finalize
+_is_abandoned = False  # whether a call of MPI may never return: groups are not closed either
+_has_lost_processes = False  # whether processes of the job have failed: groups of the next world are closed as usual
 _passed_fence = False  # whether this rank has waited for all other ranks to leave MPI_Init
-_tracking = threading.Lock()
+_fence_time = (ctypes.c_long * 2)()  # a timespec: the time at which the fence ended; PMIx writes it
+_job_comm: Intracomm | None = None  # bootstrap()'s private communicator
+_tracking = threading.Lock()  # of the next two
 _tracked: dict[int, Intracomm] = {}  # by id(): the communicators that operations use
 _is_revoked = False  # whether the tracked communicators are revoked
-_has_lost_processes = False
-_FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
-_fence_time = (ctypes.c_long * 2)()
-_FENCE_SECONDS = 5.0
-_RANK_PROCESS = "_MPICOMM_RANK_PROCESS"  # set in a rank, for its children: its pid, and its connection to the launcher
-_is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` must call MPI_Finalize
 
 
 def api() -> types.ModuleType:
@@ -116,7 +121,7 @@ def library() -> Library:
 
 
 def initialize(
-    local_size: int = 1, wait_limit: float = 600.0, *, by_all: bool = False, is_single: bool = False
+    local_size: int = 1, wait_limit: float = 600.0, *, all_ranks_call: bool = False, is_single: bool = False
 ) -> Intracomm:
     """Initialise MPI if it is not initialised, and return MPI_COMM_WORLD (collective, if MPI was not initialised).
 
@@ -124,7 +129,7 @@ def initialize(
         local_size: The number of ranks on this node, as far as the launcher reports it. If it exceeds the number of
             cores, MPI is configured to yield the cores while it waits.
         wait_limit: Seconds in MPI_Init after which the process ends, if other ranks are absent.
-        by_all: Whether all ranks of the job call this, also those on which MPI was initialised before.
+        all_ranks_call: Whether all ranks of the job call this, also those on which MPI was initialised before.
         is_single: Whether the process is a job of its own, also if a rank has started it.
 
     Raises:
@@ -144,20 +149,20 @@ def initialize(
     if not mpi.Is_initialized():
         _check_connection_to_launcher(is_single=is_single)
         if local_size > _cores_of_node():
-            for name, value in _GIVE_WAY.items():
+            for name, value in _YIELD_VARIABLES.items():
                 os.environ.setdefault(name, value)
         atexit.register(finalize)  # exit handlers run last in, first out: this one after those of the users of MPI
         with warnings.catch_warnings():  # `launch.detect` reports the same problem, with the remedy
             warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
             _wait_for_all_ranks_in_mpi_init(wait_limit)
         _is_ours = True
-    elif by_all:
-        _wait_until_all_ranks_have_left_it()
-    _keep_connection()
+    elif all_ranks_call:
+        _fence_after_mpi_init()
+    _hide_launcher_connection()
     return mpi.COMM_WORLD
 
 
-def _keep_connection() -> None:
+def _hide_launcher_connection() -> None:
     """Remove the variable of the connection to the launcher, which a process that this rank starts cannot use.
 
     A process that calls MPI alone is then a world of its own. Otherwise, it would wait in MPI_Init forever.
@@ -211,10 +216,10 @@ def _wait_for_all_ranks_in_mpi_init(wait_limit: float) -> None:
         api().Init_thread(api().THREAD_MULTIPLE)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    _wait_until_all_ranks_have_left_it()
+    _fence_after_mpi_init()
 
 
-def _wait_until_all_ranks_have_left_it() -> None:
+def _fence_after_mpi_init() -> None:
     """Synchronise the ranks with a PMIx fence, without an MPI message.
 
     Open MPI 5 crashes if a message reaches a rank in the last part of its MPI_Init, in which it waits for the others
@@ -238,13 +243,13 @@ def _wait_until_all_ranks_have_left_it() -> None:
             poll(lambda: any(_fence_time), _FENCE_SECONDS)
 
 
-def job_comm(*, by_all: bool = False) -> Intracomm:
+def job_comm(*, all_ranks_call: bool = False) -> Intracomm:
     """Return the job's communicator: bootstrap()'s, or MPI_COMM_WORLD if torch was initialised without bootstrap().
 
     Args:
-        by_all: Whether all ranks of the job call this.
+        all_ranks_call: Whether all ranks of the job call this.
     """
-    return _job_comm or initialize(by_all=by_all)
+    return _job_comm or initialize(all_ranks_call=all_ranks_call)
 
 
 def ranks_within(comm: Intracomm, base: Intracomm) -> list[int]:
@@ -334,7 +339,7 @@ def is_usable() -> bool:
     return mpi.Is_initialized() and not mpi.Is_finalized()
 
 
-def serves_threads() -> bool:
+def has_thread_multiple() -> bool:
     """Return whether several threads may call MPI at once (thread level MPI_THREAD_MULTIPLE)."""
     mpi = api()
     return mpi.Query_thread() == mpi.THREAD_MULTIPLE
@@ -352,7 +357,7 @@ def poll(done: Callable[[], bool], wait: float | Deadline, *, longest_pause: flo
         Whether `done` returned True before the deadline.
     """
     deadline = wait if isinstance(wait, Deadline) else Deadline(wait)
-    for _ in range(_SPINS):
+    for _ in range(_POLLS_WITHOUT_PAUSE):
         if done():
             return True
     pause = 1e-5

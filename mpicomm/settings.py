@@ -11,17 +11,21 @@ from mpicomm.errors import LaunchError
 
 PREFIX = "MPICOMM_"
 LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
-PARENT = "MPICOMM_PARENT"
+PARENT_VARIABLE = "MPICOMM_PARENT"
 """The variable in which `mpicomm run` passes its address to rank 0."""
 
 SPARES = "MPICOMM_SPARES"
 """The variable in which `mpicomm run` passes the number of spares."""
 
 STOPPED_STATUS = 85
-"""Exit status of ranks that have saved a checkpoint and stopped, because of a signal or the time limit."""
+"""Exit status of ranks that have saved a checkpoint and stopped, because of a signal or the time limit.
+
+`mpicomm run` and the job scripts distinguish it from failures; Python, shells (126 and above) and sysexits.h (64 to 78)
+do not use it.
+"""
 
 HOST_TIMEOUT = 30
-"""Seconds without a reply from a host, after which its ranks are considered dead."""
+"""Seconds without a reply from a host, after which its ranks count as dead: longer than most outages of a network."""
 
 _LONGEST_HOST_TIMEOUT = 86_400  # seconds
 # Large enough for a copy to reach its full bandwidth, small enough for three chunks to stay in the cache.

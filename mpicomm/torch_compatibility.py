@@ -43,7 +43,7 @@ def require(*names: str) -> None:
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def blame_untested_torch() -> Iterator[None]:
     """Explain a failure to create a process group if torch is newer than the tested versions.
 
     Raises:

@@ -15,7 +15,7 @@ from mpicomm.backend import dispatcher
 from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.operations import TABLE
 from mpicomm.backend.process_group import MPIProcessGroup
-from mpicomm.recorder import flight_recorder
+from mpicomm.recorder.stream_queue import StreamQueue
 
 MakeInner = Callable[[Executor, str, dist.Store], Any]
 """Creates the inner backend of a group from its executor, its name and its own store."""
@@ -54,7 +54,7 @@ class CompositeProcessGroup(MPIProcessGroup):
         self._device_type = device_type
         self._make_inner = make_inner
         self._inner = make_inner(executor, name, store)
-        self._stream = flight_recorder.StreamQueue(executor.record)
+        self._stream = StreamQueue(executor.record)
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -40,7 +40,7 @@ def make_for_torch(options: Any, *, takes_gpu_tensors: bool) -> Executor:
     name, seconds = options.group_id, options.timeout.total_seconds()
     if ranks := list(options.global_ranks_in_group):
         return make(name, ranks, seconds, takes_gpu_tensors=takes_gpu_tensors)
-    rank, size, world = options.group_rank, options.group_size, mpi.job_comm(by_all=True)
+    rank, size, world = options.group_rank, options.group_size, mpi.job_comm(all_ranks_call=True)
     if (rank, size) not in ((world.rank, world.size), (-1, -1)):
         raise MpicommError(
             f"torch.distributed received rank {rank} of {size}, but the MPI rank is {world.rank} of {world.size}.\n"
@@ -65,14 +65,14 @@ def make(name: str, ranks: Sequence[int], seconds: float, *, takes_gpu_tensors: 
 
 def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], takes_gpu_tensors: bool) -> Executor:
     flight_recorder.refuse_children()
-    settings = Settings.from_environ(os.environ)
+    settings = Settings.from_environ(os.environ)  # not those of a session: groups exist without bootstrap()
     record.sequence = -1  # the creation of a group is its operation 0, as a rank may never reach it
     operation = flight_recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True)
     try:
         comm = mpi.tracked(make_comm())
         transport = choose_transport(comm, settings) if takes_gpu_tensors else DIRECT
     except Exception as error:
-        rank_failures.check(error)
+        rank_failures.raise_if_failed(error)
         raise
     finally:
         operation.finish()

@@ -110,7 +110,7 @@ def create(options: Any, backend_name: str) -> MPIProcessGroup:
     from mpicomm.backend.process_group import MPIProcessGroup
 
     _forget_absent_gpus()
-    with torch_compatibility.explained():
+    with torch_compatibility.blame_untested_torch():
         executor = groups.make_for_torch(options, takes_gpu_tensors=MPIProcessGroup.takes_gpu_tensors)
         return MPIProcessGroup(executor, options.group_id, backend_name, options.store)
 
@@ -125,7 +125,7 @@ def _create_with_nccl(options: Any, backend_options: Any) -> CompositeProcessGro
     from mpicomm.backend.composite import CompositeProcessGroup, nccl_maker
 
     _forget_absent_gpus()
-    with torch_compatibility.explained():
+    with torch_compatibility.blame_untested_torch():
         executor = groups.make_for_torch(options, takes_gpu_tensors=CompositeProcessGroup.takes_gpu_tensors)
         make_inner = nccl_maker(backend_options)
         return CompositeProcessGroup(executor, options.group_id, NAME_WITH_NCCL, options.store, "cuda", make_inner)

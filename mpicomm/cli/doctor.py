@@ -20,7 +20,7 @@ from mpicomm.doctor import findings
 from mpicomm.doctor.findings import Finding
 from mpicomm.errors import LaunchError, MpicommError
 from mpicomm.launch import detect
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 
 if TYPE_CHECKING:  # `mpicomm run` must not import the checks, nor torch
     from mpicomm.doctor.links import Link
@@ -196,7 +196,9 @@ def _place(finding: Finding, hosts_of_ranks: Sequence[str]) -> str:
         return ""
     hosts = {hosts_of_ranks[rank] for rank in finding.ranks}
     host_ranks = [rank for rank, host in enumerate(hosts_of_ranks) if host in hosts]
-    return f" [{', '.join(sorted(hosts)) if list(finding.ranks) == host_ranks else hang_report.called(finding.ranks)}]"
+    return (
+        f" [{', '.join(sorted(hosts)) if list(finding.ranks) == host_ranks else rank_text.name_ranks(finding.ranks)}]"
+    )
 
 
 def _many(number: int, noun: str) -> str:

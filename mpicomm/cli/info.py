@@ -97,10 +97,10 @@ def _ranks(gathered: Sequence[JobInfo]) -> Table:
 
 def _software(gathered: Sequence[JobInfo]) -> Table:
     from mpicomm import job_info
-    from mpicomm.recorder import hang_report
+    from mpicomm.recorder import rank_text
 
     rows = [
-        (name, value if len(ranks) == len(gathered) else f"{value} on {hang_report.called(ranks)}")
+        (name, value if len(ranks) == len(gathered) else f"{value} on {rank_text.name_ranks(ranks)}")
         for name, values in job_info.differences(gathered).items()
         for value, ranks in values.items()
     ]

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping
 
 from mpicomm.job import interfaces
 from mpicomm.json_messages import Message
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import hang_report, rank_text
 from mpicomm.recorder.status import Crash
 from mpicomm.settings import HOST_TIMEOUT
 from mpicomm.watchdog import job_files, observers
-from mpicomm.watchdog.channel import PARENT
+from mpicomm.watchdog.channel import SUPERVISOR
 from mpicomm.watchdog.connection import Connection, Server
 from mpicomm.watchdog.observers import Observers
 from mpicomm.watchdog.parent_link import Parent
@@ -56,7 +56,7 @@ class Job:
         """Whether ranks have failed, and the others continue as another job of the same name."""
 
         self._recovers = recovers
-        self._hosts = {rank: host for host, text in hosts.items() for rank in hang_report.parse_ranges(text)}
+        self._hosts = {rank: host for host, text in hosts.items() for rank in rank_text.parse_ranges(text)}
         self._finished: set[int] = set()
         self._failed: set[int] = set()
         self.cause = ""
@@ -131,7 +131,7 @@ class Job:
         return f"{failed}{left} did not reach the end of the program"
 
     def _name(self, ranks: Iterable[int]) -> str:
-        return hang_report.full_name(sorted(ranks), [self._hosts[rank] for rank in sorted(self._hosts)])
+        return rank_text.full_name(sorted(ranks), [self._hosts[rank] for rank in sorted(self._hosts)])
 
 
 class JobListener:
@@ -156,7 +156,7 @@ class JobListener:
         addresses = ("127.0.0.1",) if is_local else _addresses()
         listener = _listen(is_local=is_local)
         self.parent = Parent(addresses, listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
-        self._server = Server(selector, listener, self.parent.token, PARENT, (0,), self._admit, host_timeout)
+        self._server = Server(selector, listener, self.parent.token, SUPERVISOR, (0,), self._admit, host_timeout)
 
     @property
     def is_connected(self) -> bool:

@@ -8,7 +8,7 @@ import time
 
 from mpicomm.arguments import Deadline
 from mpicomm.json_messages import Message
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.recorder.status import Status
 from mpicomm.watchdog import connection
 from mpicomm.watchdog.job_files import JobFile, ListedJob
@@ -114,7 +114,7 @@ class JobObserver:
                 raise OSError(f"job {self.job.name} refuses the request: {message.reason}")
             case StatusComplete():
                 host_of = {
-                    rank: host for host, ranks in message.hosts.items() for rank in hang_report.parse_ranges(ranks)
+                    rank: host for host, ranks in message.hosts.items() for rank in rank_text.parse_ranges(ranks)
                 }
                 ranks = sorted(self._statuses)
                 seconds = time.monotonic() - (self._asked or 0.0)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mpicomm import terminal
 from mpicomm.cli.job_observer import JobStatus
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.recorder.status import ExitedRank, NotResponding, Status
 
 _TITLES = ("rank", "host", "operation", "line", "seconds", "bytes/s", "memory")
@@ -78,7 +78,7 @@ def _row(rank: int, host: str, status: Status) -> RankRow:
     usage = {} if status.usage is None else vars(status.usage)
     if (longest := status.longest) is None:
         return RankRow(rank, host, "computing", line=status.main, **usage)
-    text = hang_report.operation(longest)
+    text = rank_text.describe_operation(longest)
     return RankRow(rank, host, "in_operation", text, longest.where, longest.seconds, **usage)
 
 

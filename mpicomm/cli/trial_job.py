@@ -41,7 +41,7 @@ def run(environ: Mapping[str, str]) -> TrialJob:
 def _be_rank() -> None:
     world = mpi.initialize(_RANKS, _INIT_SECONDS)
     if world.rank == 0:
-        print(_MARK + json.dumps({"size": world.size, "has_threads": mpi.serves_threads()}), flush=True)
+        print(_MARK + json.dumps({"size": world.size, "has_threads": mpi.has_thread_multiple()}), flush=True)
     world.Barrier()
 
 

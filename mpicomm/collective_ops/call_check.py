@@ -21,7 +21,7 @@ from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.handles import Mode, Works
 from mpicomm.collective_ops.pytree import Data, Description
 from mpicomm.errors import MismatchError, raised_on_all_ranks
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 
 Signature = tuple[str, Description]
 """The values that must be equal on all ranks: the operation with its arguments, and the description of the data."""
@@ -139,4 +139,4 @@ def _explain(members: GroupArgument, gathered: Sequence[tuple[str, list[tuple[st
 
 def _table(members: GroupArgument, signature: Sequence[str]) -> str:
     rows = sorted(agreement.ranks_by_value(signature, members.ranks).items(), key=lambda item: -len(item[1]))
-    return "\n".join(f"  {hang_report.called(ranks)}: {value}" for value, ranks in rows)
+    return "\n".join(f"  {rank_text.name_ranks(ranks)}: {value}" for value, ranks in rows)

@@ -60,7 +60,7 @@ def check_job(world: World, facts: Facts) -> tuple[list[Finding], list[Link]]:
     # 1. the findings and the facts of each rank
     own_findings = check(facts)
     if world.comm is not None:
-        own_findings += launcher_check.check_threads(has_threads=mpi.serves_threads())
+        own_findings += launcher_check.check_threads(has_threads=mpi.has_thread_multiple())
     software = facts[software_check]
     versions = dict(software.versions)
     if software.library is not None:

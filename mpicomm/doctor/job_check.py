@@ -11,7 +11,7 @@ from mpicomm.doctor import network_check
 from mpicomm.doctor.findings import Finding, ok, problem, warning
 from mpicomm.doctor.links import Link, Outlier
 from mpicomm.doctor.processor_check import OMP, ProcessorFacts
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 
 _MAY_DIFFER = ("Python", "numpy")
 """Software whose version may differ between hosts, although that is rarely intended."""
@@ -105,7 +105,7 @@ def _name_hosts(ranks: Sequence[RankFacts], members: Sequence[int]) -> str:
     """Return the hosts of ranks; the ranks themselves if another rank on the same host is not among them."""
     hosts = {ranks[rank].host for rank in members}
     is_exact = all(facts.rank in members for facts in ranks if facts.host in hosts)
-    return ", ".join(sorted(hosts)) if is_exact else hang_report.called(members)
+    return ", ".join(sorted(hosts)) if is_exact else rank_text.name_ranks(members)
 
 
 def _check_binding(members: Sequence[RankFacts]) -> list[Finding]:
@@ -120,7 +120,7 @@ def _check_binding(members: Sequence[RankFacts]) -> list[Finding]:
         host_cpus = members[0].processors.cpus_of_host
         if len(cpus) < host_cpus:
             message = (
-                f"{hang_report.called(ranks)} on {host} are bound to the same CPUs, {hang_report.ranges(cpus)} "
+                f"{rank_text.name_ranks(ranks)} on {host} are bound to the same CPUs, {rank_text.ranges(cpus)} "
                 f"of {host_cpus}, and wait for each other"
             )
             remedy = "Give each rank its own cores: `mpirun --bind-to core`, `srun --cpus-per-task=N --cpu-bind=cores`."

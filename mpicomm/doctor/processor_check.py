@@ -11,7 +11,7 @@ from mpicomm import host_info
 from mpicomm.doctor.findings import Finding, ok, problem, warning
 from mpicomm.errors import LaunchError
 from mpicomm.launch import detect
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 
 OMP = "OMP_NUM_THREADS"
 
@@ -89,7 +89,7 @@ def _check_threads(facts: ProcessorFacts) -> Finding:
             f"Start with `mpicomm run`, which divides the cores among the ranks; or: export {OMP}={share}",
         )
     threads = "not set (`mpicomm run` sets it)" if facts.threads is None else str(facts.threads)
-    return ok("threads", f"{OMP} is {threads}; this process may use {cores}, CPUs {hang_report.ranges(facts.cpus)} "
+    return ok("threads", f"{OMP} is {threads}; this process may use {cores}, CPUs {rank_text.ranges(facts.cpus)} "
               f"of {facts.cpus_of_host}")  # fmt: skip
 
 

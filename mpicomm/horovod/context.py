@@ -52,7 +52,7 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
                 "Start them with an MPI launcher: mpicomm run --horovod -n 4 SCRIPT.py"
             )
         )
-    if not mpi.serves_threads():
+    if not mpi.has_thread_multiple():
         raise raised_on_all_ranks(
             LaunchError(
                 "init: the operations of Horovod need the MPI thread level MPI_THREAD_MULTIPLE, "

@@ -365,7 +365,7 @@ def _warn_without_recovery() -> None:
 
 def _has_failed_rank() -> bool:
     failures = rank_failures.current()
-    return failures is not None and failures.find()
+    return failures is not None and failures.wait_until_known()
 
 
 def _rejoin_job() -> None:

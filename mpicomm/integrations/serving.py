@@ -39,7 +39,7 @@ def own_address(world: World) -> str:
 
 def start_seconds() -> float:
     """Return how long a part of a cluster may take to start: at most 300 s, and less than the timeout of operations."""
-    return min(_START_SECONDS, _START_SHARE * _session().request.limit.total_seconds())
+    return min(_START_SECONDS, _START_SHARE * _session().request.operation_timeout.total_seconds())
 
 
 def start_on_all_ranks(world: World, start: Callable[[], object], remedy: str) -> None:
@@ -92,7 +92,7 @@ def until_rank_0_leaves(world: World) -> Iterator[None]:
         store.set(key, _LEFT)
     elif problem := _wait_for_rank_0(current, key):
         time.sleep(_REPORT_SECONDS)
-        rank_failures.check(None)
+        rank_failures.raise_if_failed(None)
         raise MpicommError(f"rank 0 has not completed the block of cluster(), see its output: {problem}")
 
 
@@ -110,7 +110,7 @@ def _wait_for_rank_0(current: Session, key: str) -> str:
     try:
         # torch prints a stack if a query gets no answer. So queries are rare, and end when rank 0 is known to be dead.
         while not (watch is not None and watch.has_lost_rank_0):
-            rank_failures.check(None)
+            rank_failures.raise_if_failed(None)
             if store.check([key]):
                 problem = store.get(key).decode()
                 store.add(f"{key}/readers", 1)

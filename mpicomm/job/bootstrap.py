@@ -20,14 +20,14 @@ import torch
 from mpicomm import mpi
 from mpicomm.arguments import PATH
 from mpicomm.errors import MpicommError, RankFailedError
-from mpicomm.job import environ_job, mpi_job, recovery, session, session_setup
+from mpicomm.job import mpi_job, recovery, session, session_setup, torchrun_job
 from mpicomm.job.session import World
 from mpicomm.job.shutdown import shutdown, shutdown_at_exit
 from mpicomm.job.start_request import StartRequest
 from mpicomm.launch import detect
 from mpicomm.recorder import dump
 from mpicomm.settings import Settings
-from mpicomm.watchdog import exit_hooks, parent_link, rank_failures
+from mpicomm.watchdog import error_output, exit_hooks, parent_link, rank_failures
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -99,12 +99,12 @@ def bootstrap(
             exit_hooks.arm(rank, size, socket.gethostname())
     # 3. join the job
     if launch.kind in ("torchrun", "slurm"):
-        job = environ_job.join(request, launch, settings.hang_seconds)
+        job = torchrun_job.join(request, launch, settings.hang_seconds)
     else:
         base = mpi_job.initialize(request, launch, settings.hang_seconds)
         if abort_on_error:  # from here on, a failing rank must not leave the others waiting
             session_setup.arm_abort(base.rank, base.size, base)
-        job = mpi_job.join(base, request, launch, settings, exit_hooks.print_stderr)
+        job = mpi_job.join(base, request, launch, settings, error_output.print_stderr)
     # 4. start the watchdog, export the variables and initialise the process group
     opened = session_setup.create(request, launch, settings, job, shutdown)
     try:
@@ -116,7 +116,7 @@ def bootstrap(
         else:
             if opened.watch is not None:  # a rank that leaves with an error must not be reported as dead
                 opened.watch.leave(1, is_stuck=False, waits=False)
-            opened.restore_environ()
+            opened.close()
             raise
     atexit.register(shutdown_at_exit)
     if opened.job.is_spare:

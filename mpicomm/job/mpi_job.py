@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from mpicomm import agreement, mpi, native, topology
 from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
-from mpicomm.job import devices, notice, plan, rendezvous
+from mpicomm.job import devices, plan, rendezvous, start_timer
 from mpicomm.job.plan import JoinedJob, Plan
 from mpicomm.job.start_request import StartRequest, this_command
 from mpicomm.launch import allocation, detect, mpi_operator, queries
 from mpicomm.launch.allocation import Allocation
 from mpicomm.launch.detect import Launch
-from mpicomm.missing_ranks import Notice, wait_for_all_ranks
+from mpicomm.missing_ranks import MissingNotice, wait_for_all_ranks
 from mpicomm.native import c_library
 from mpicomm.settings import SPARES, Settings
 
@@ -71,18 +71,19 @@ def initialize(request: StartRequest, launch: Launch, hang_seconds: float) -> In
     """Initialise MPI, and return the communicator of the ranks that form the job (collective).
 
     Args:
-        hang_seconds: Seconds after which a notice names absent ranks.
+        hang_seconds: Seconds after which a notice names missing ranks.
 
     Raises:
         LaunchError: If this process cannot join the job of its launcher.
     """
     if problem := detect.problem_before_init(launch, mpi.library(), this_command()):
         raise _launch_error(launch, problem)
-    limit = max(request.wait_limit, _SHORTEST_INIT)
+    limit = max(request.join_timeout_seconds, _SHORTEST_INIT)
     is_single = launch.kind == "single"
-    with notice.after(notice.seconds_before(hang_seconds, limit), launch, "MPI_Init", limit):
-        by_all = request.comm is None and not is_single
-        world = mpi.initialize(launch.local_size, limit, by_all=by_all, is_single=is_single)
+    seconds = start_timer.seconds_before_notice(hang_seconds, limit)
+    with start_timer.report_missing_after(seconds, launch, "MPI_Init", limit):
+        all_ranks_call = request.comm is None and not is_single
+        world = mpi.initialize(launch.local_size, limit, all_ranks_call=all_ranks_call, is_single=is_single)
     if world.size == 1:  # MPI has connected no other rank to which this one could report the error
         _check_launch(launch)
     return request.comm or (mpi.api().COMM_SELF if is_single else world)
@@ -101,8 +102,8 @@ def join(
             be opened.
     """
     # 1. wait for all ranks
-    limit = request.wait_limit
-    missing_notice = Notice(notice.seconds_before(settings.hang_seconds, limit), write_notice)
+    limit = request.join_timeout_seconds
+    missing_notice = MissingNotice(start_timer.seconds_before_notice(settings.hang_seconds, limit), write_notice)
     hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
     wait_for_all_ranks(base, "bootstrap()", limit, missing_notice, hosts)
     # 2. the facts of each rank
@@ -147,7 +148,8 @@ def join(
 
     if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):
         warnings.warn(warning, stacklevel=3)
-    return _form(comm, collect, decide, rendezvous.environ_of_user(os.environ), settings.interface, request.limit)
+    environ = rendezvous.environ_of_user(os.environ)
+    return _form(comm, collect, decide, environ, settings.interface, request.operation_timeout)
 
 
 def rejoin(comm: Intracomm, size: int, request: StartRequest, settings: Settings, last: JoinedJob) -> JoinedJob:
@@ -172,7 +174,8 @@ def rejoin(comm: Intracomm, size: int, request: StartRequest, settings: Settings
 
     # MASTER_ADDR and MASTER_PORT, if the user has set them, are those of the first rank 0, which may have failed.
     no_environ: dict[str, str] = {}
-    return _form(comm, lambda: facts_of_process, decide, no_environ, settings.interface, request.limit, _CONNECT_LIMIT)
+    timeout = request.operation_timeout
+    return _form(comm, lambda: facts_of_process, decide, no_environ, settings.interface, timeout, _CONNECT_LIMIT)
 
 
 def _form(
@@ -214,20 +217,30 @@ def _form(
         for warning in agreed.warnings if comm.rank == 0 else ():
             warnings.warn(warning, stacklevel=4)
         device = devices.select(agreed.gpus[comm.rank])
-        everyone = topology.from_nodes(comm.rank, agreed.nodes, agreed.hosts)
+        process_topology = topology.from_nodes(comm.rank, agreed.nodes, agreed.hosts)
         store, address, port = rendezvous.open_store(
-            comm, everyone, listeners, agreed.addresses, agreed.store_token, limit, connect_limit
+            comm, process_topology, listeners, agreed.addresses, agreed.store_token, limit, connect_limit
         )
     finally:
         for listener in listeners:
             listener.close()  # does nothing for the one that the store has taken over
-    position, world, is_spare = everyone, comm, comm.rank >= agreed.size
+    rank_topology, rank_comm, is_spare = process_topology, comm, comm.rank >= agreed.size
     if agreed.size < comm.size:
-        world = cast("Intracomm", comm.Split(mpi.api().UNDEFINED if is_spare else 0, comm.rank))
+        rank_comm = cast("Intracomm", comm.Split(mpi.api().UNDEFINED if is_spare else 0, comm.rank))
     if agreed.size < comm.size and not is_spare:
-        position = topology.from_nodes(comm.rank, agreed.nodes[: agreed.size], agreed.hosts[: agreed.size])
-    of_ranks = None if is_spare else world
-    return JoinedJob(agreed, position, everyone, device, store, address, port, comm, of_ranks, is_spare)
+        rank_topology = topology.from_nodes(comm.rank, agreed.nodes[: agreed.size], agreed.hosts[: agreed.size])
+    return JoinedJob(
+        plan=agreed,
+        rank_topology=rank_topology,
+        process_topology=process_topology,
+        device=device,
+        store=store,
+        address=address,
+        port=port,
+        process_comm=comm,
+        rank_comm=None if is_spare else rank_comm,
+        is_spare=is_spare,
+    )
 
 
 # -- the checks of rank 0 ----------------------------------------------------------------------------------------------

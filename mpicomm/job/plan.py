@@ -62,10 +62,10 @@ class JoinedJob:
     """A job that this process has joined: its plan, and what this process has opened for it."""
 
     plan: Plan
-    topology: Topology
+    rank_topology: Topology
     """The position of this rank among the ranks of the world; that of a spare among all processes."""
 
-    everyone: Topology
+    process_topology: Topology
     """The position of this process among all processes."""
 
     device: torch.device
@@ -76,10 +76,10 @@ class JoinedJob:
     port: int
     """The port at which the store listens."""
 
-    processes: Intracomm | None = None
+    process_comm: Intracomm | None = None
     """The communicator of all processes; None without MPI."""
 
-    comm: Intracomm | None = None
+    rank_comm: Intracomm | None = None
     """The communicator of the ranks of the world; None without MPI, and on a spare."""
 
     is_spare: bool = False

@@ -15,14 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
-import torch.distributed as dist
-
 from mpicomm import agreement, mpi
 from mpicomm.backend import groups
 from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.job import mpi_job, session, session_setup
 from mpicomm.job.session import Session, World
-from mpicomm.watchdog import exit_hooks, parent_link, rank_failures
+from mpicomm.watchdog import error_output, parent_link
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -71,10 +69,10 @@ def recover() -> World:
             'recover: the job was not started with on_failure="recover".\n'
             'Call mpicomm.bootstrap(on_failure="recover"), and start the job with mpicomm run --fault-tolerant.'
         )
-    if rank_failures.current() is None:
+    if last.failures.is_aborting:
         time.sleep(_ABORT_SECONDS)
         raise MpicommError("recover: the job is being aborted.\nCheck the output of the other ranks for the cause.")
-    if not last.failures.find():
+    if not last.failures.wait_until_known():
         raise MpicommError(
             "recover: no rank has failed.\nCall recover() only after an operation has raised RankFailedError."
         )
@@ -83,10 +81,10 @@ def recover() -> World:
 
 def recover_from(last: Session) -> Session:
     """End the last world, and form the next one of the processes that are left (collective over these)."""
-    assert last.job.processes is not None
+    assert last.job.process_comm is not None
     start = time.monotonic()
     _end_world(last)
-    comm, finished = last.job.processes, frozenset[int]()
+    comm, finished = last.job.process_comm, frozenset[int]()
     size, attempts, error = 0, 0, None
     with _time_limit(last, "recover()"):
         while True:
@@ -123,7 +121,7 @@ def recover_from(last: Session) -> Session:
     session.set_current(following)
     if comm.rank == 0:
         number, seconds = following.world.recoveries, time.monotonic() - start
-        exit_hooks.print_stderr(
+        error_output.print_stderr(
             f"[mpicomm] {_describe(last, left)}; continuing with {following.world.size} ranks after {seconds:.2f} s "
             f"(recovery {number})\n"
         )
@@ -132,10 +130,10 @@ def recover_from(last: Session) -> Session:
 
 def leave_without_failed(last: Session) -> None:
     """End this rank's part in a world in which another rank has failed: it has finished, so it does not continue."""
-    assert last.job.processes is not None
+    assert last.job.process_comm is not None
     _end_world(last)
     with _time_limit(last, "shutdown()"):
-        comm, left = find_survivors(last.job.processes, last, frozenset(), is_finished=True)
+        comm, left = find_survivors(last.job.process_comm, last, frozenset(), is_finished=True)
     if comm.rank == 0 and not left.size and last.settings.parent:
         # The last rank 0 may have failed. If other ranks continue, rank 0 of the next world reports their end.
         with contextlib.suppress(OSError, ValueError):
@@ -162,10 +160,7 @@ def _end_world(ended: Session) -> None:
     mpi.record_lost_processes()
     mpi.revoke_all()
     groups.end_all(ended.failures.error(), "its world has ended, since ranks have failed")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    ended.restore_environ()
-    mpi.set_job_comm(None)
+    ended.close(recovers=True)
 
 
 @contextlib.contextmanager
@@ -175,15 +170,15 @@ def _time_limit(last: Session, operation: str) -> Iterator[None]:
     Args:
         operation: The function that the user has called.
     """
-    seconds = max(last.request.limit.total_seconds(), _SHORTEST_LIMIT)
+    seconds = max(last.request.operation_timeout.total_seconds(), _SHORTEST_LIMIT)
 
     def end() -> None:
-        exit_hooks.print_stderr(
+        error_output.print_stderr(
             f"[mpicomm] {session.place_of(last.world)}: {operation} timed out after {seconds:g} s: "
             f"a rank that has not failed does not take part; aborting the job\n"
             f"Find the rank that is stopped or busy, or increase the timeout of bootstrap().\n"
         )
-        session_setup.abort(1, last.job.processes)
+        session_setup.abort(1, last.job.process_comm)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -293,7 +288,7 @@ def _check_enough(last: Session, left: Survivors) -> None:
     if left.size >= least:
         return
     if left.comm.rank == 0:
-        exit_hooks.print_stderr(
+        error_output.print_stderr(
             f"[mpicomm] {_describe(last, left)}; {left.size} ranks are left, fewer than min_ranks={least}; "
             f"aborting the job\n"
         )

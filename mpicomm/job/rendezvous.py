@@ -30,9 +30,12 @@ from mpicomm.topology import Topology
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+Endpoint = tuple[str, int]
+"""An address and a port."""
+
 STORE_OF_RANK = "_MPICOMM_RANK_STORE"  # set in a rank, for its children: the address and the port of its store
 _BACKLOG = 4096  # pending connections, so that all ranks of a large job may connect at once
-_PROOF_SECONDS = (0.5, 5.0)  # two rounds: with a network that drops packets, most starts need only the short one
+_CONNECT_SECONDS = (0.5, 5.0)  # two rounds: with a network that drops packets, most starts need only the short one
 
 
 def environ_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -56,7 +59,7 @@ def listen(topology: Topology, environ: Mapping[str, str], interface: str | None
             is too low for the connections of all ranks.
         RendezvousError: On an unexpected error.
     """
-    with _explained():
+    with _as_rendezvous_error():
         open_files.require_on_rank_0(topology)
         return _listen(topology.num_nodes, environ, interface)
 
@@ -65,7 +68,7 @@ def open_store(
     comm: Intracomm,
     topology: Topology,
     listeners: list[socket.socket],
-    places: Sequence[tuple[str, int]],
+    endpoints: Sequence[Endpoint],
     token: bytes,
     timeout: datetime.timedelta,
     connect_limit: datetime.timedelta | None = None,
@@ -76,7 +79,7 @@ def open_store(
 
     Args:
         listeners: The sockets on which rank 0 listens; empty on other ranks.
-        places: Their addresses and ports.
+        endpoints: Their addresses and ports.
         token: Random bytes with which rank 0 proves its identity.
         timeout: The timeout of the store's operations.
         connect_limit: The timeout of the connection to the store; None for that of its operations.
@@ -88,15 +91,15 @@ def open_store(
         RendezvousError: On every rank, if no address of rank 0 is reachable from every node, or the store cannot be
             opened.
     """
-    chosen = 0 if topology.num_nodes == 1 else _prove(comm, topology, listeners, places, token)
-    address, port = places[chosen]
+    chosen = 0 if topology.num_nodes == 1 else _find_reachable_address(comm, topology, listeners, endpoints, token)
+    address, port = endpoints[chosen]
     store: dist.Store | None = None
 
     def serve() -> None:
         nonlocal store
         for listener in listeners[:chosen] + listeners[chosen + 1 :]:
             listener.close()
-        with _explained():
+        with _as_rendezvous_error():
             _check_own_connection(listeners[chosen], address, port)
             store = dist.TCPStore(
                 address,
@@ -116,7 +119,7 @@ def open_store(
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _as_rendezvous_error() -> Iterator[None]:
     """Raise a RendezvousError for an unexpected error, since the other ranks wait for the result."""
     try:
         yield
@@ -136,7 +139,7 @@ def _check_own_connection(listener: socket.socket, address: str, port: int) -> N
         RendezvousError: If it cannot connect.
     """
     try:
-        connection = socket.create_connection((address, port), timeout=_PROOF_SECONDS[-1])
+        connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS[-1])
         with connection, contextlib.suppress(BlockingIOError):
             listener.accept()[0].close()
     except OSError as error:
@@ -214,8 +217,8 @@ def own_addresses() -> list[str]:
     return sorted(addresses, key=lambda address: address not in named)
 
 
-def _prove(
-    comm: Intracomm, topology: Topology, listeners: list[socket.socket], places: Sequence[tuple[str, int]], token: bytes
+def _find_reachable_address(
+    comm: Intracomm, topology: Topology, listeners: list[socket.socket], endpoints: Sequence[Endpoint], token: bytes
 ) -> int:
     """Return the index of the first address at which every node reaches rank 0 (collective).
 
@@ -224,13 +227,15 @@ def _prove(
     """
     # 1. rank 0 answers connections on a thread
     done = threading.Event()
-    answering = threading.Thread(target=_answer, args=(listeners, token, done), name="mpicomm-rendezvous")
+    answering = threading.Thread(target=_serve_probes, args=(listeners, token, done), name="mpicomm-rendezvous")
     if comm.rank == 0:
         answering.start()
     # 2. one rank of every other node tries all addresses
     is_asking = topology.local_rank == 0 and comm.rank != 0
-    for seconds in _PROOF_SECONDS:
-        by_rank = comm.allgather(_reached(places, token, seconds) if is_asking else [True] * len(places))
+    for seconds in _CONNECT_SECONDS:
+        by_rank = comm.allgather(
+            _reachable_from_here(endpoints, token, seconds) if is_asking else [True] * len(endpoints)
+        )
         common = [index for index, received in enumerate(zip(*by_rank, strict=True)) if all(received)]
         if common:
             break
@@ -238,17 +243,17 @@ def _prove(
     if comm.rank == 0:
         answering.join()
     if not common:
-        raise raised_on_all_ranks(RendezvousError(_nowhere(places, by_rank, topology)))
+        raise raised_on_all_ranks(RendezvousError(_describe_unreachable(endpoints, by_rank, topology)))
     return common[0]
 
 
-def _reached(places: Sequence[tuple[str, int]], token: bytes, seconds: float) -> list[bool]:
+def _reachable_from_here(endpoints: Sequence[Endpoint], token: bytes, seconds: float) -> list[bool]:
     """Return for every address whether rank 0 answers there."""
-    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
-        return list(pool.map(lambda place: reaches(place, token, seconds), places))
+    with concurrent.futures.ThreadPoolExecutor(len(endpoints)) as pool:
+        return list(pool.map(lambda endpoint: can_reach(endpoint, token, seconds), endpoints))
 
 
-def _answer(listeners: list[socket.socket], token: bytes, done: threading.Event) -> None:
+def _serve_probes(listeners: list[socket.socket], token: bytes, done: threading.Event) -> None:
     with selectors.DefaultSelector() as selector:
         for listener in listeners:
             listener.setblocking(False)
@@ -262,10 +267,10 @@ def _answer(listeners: list[socket.socket], token: bytes, done: threading.Event)
                         connection.sendall(token)
 
 
-def reaches(place: tuple[str, int], token: bytes, seconds: float = _PROOF_SECONDS[-1]) -> bool:
-    """Return whether the listener at `place` answers with `token` within `seconds`."""
+def can_reach(endpoint: Endpoint, token: bytes, seconds: float = _CONNECT_SECONDS[-1]) -> bool:
+    """Return whether the listener at `endpoint` answers with `token` within `seconds`."""
     try:
-        with socket.create_connection(place, timeout=seconds) as connection:
+        with socket.create_connection(endpoint, timeout=seconds) as connection:
             deadline = time.monotonic() + seconds
             answer = b""
             while len(answer) < len(token) and time.monotonic() < deadline:
@@ -278,9 +283,9 @@ def reaches(place: tuple[str, int], token: bytes, seconds: float = _PROOF_SECOND
     return secrets.compare_digest(answer, token)
 
 
-def _nowhere(places: Sequence[tuple[str, int]], by_rank: list[list[bool]], topology: Topology) -> str:
+def _describe_unreachable(endpoints: Sequence[Endpoint], by_rank: list[list[bool]], topology: Topology) -> str:
     lines = []
-    for index, (address, _) in enumerate(places):
+    for index, (address, _) in enumerate(endpoints):
         unreachable = sorted({topology.hosts[rank] for rank, received in enumerate(by_rank) if not received[index]})
         lines.append(
             f"  {address}: not reached from {', '.join(unreachable[:8])}{' ...' if len(unreachable) > 8 else ''}"

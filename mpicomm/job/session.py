@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from mpicomm import mpi
 from mpicomm.errors import MpicommError
 from mpicomm.job.plan import JoinedJob
 from mpicomm.job.start_request import StartRequest
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
 from mpicomm.topology import Topology
-from mpicomm.watchdog import channel_setup
+from mpicomm.watchdog import channel_setup, rank_failures
 from mpicomm.watchdog.agent import Watchdog
 from mpicomm.watchdog.rank_failures import RankFailures
 
@@ -93,7 +95,7 @@ class Session:
     """The name of the job, the same after each recovery."""
 
     shutdown: Callable[[], None]
-    """Ends the job (collective)."""
+    """`shutdown.shutdown`, for `World.__exit__`: that module imports this one, and imports must not form a cycle."""
 
     claim: Callable[[], bool]
     """Returns whether this rank is the first to report why the job fails."""
@@ -115,18 +117,29 @@ class Session:
     def communicators(self) -> list[Intracomm]:
         """The communicators of the ranks and of all processes, which are one without spares."""
         # COMM_NULL, one that the program has freed, is false.
-        return [comm for comm in {id(comm): comm for comm in (self.job.comm, self.job.processes)}.values() if comm]
+        by_id = {id(comm): comm for comm in (self.job.rank_comm, self.job.process_comm)}
+        return [comm for comm in by_id.values() if comm]
 
-    def restore_environ(self) -> None:
-        """Restore the variables that other code reads to their values before `bootstrap`."""
+    def close(self, *, recovers: bool = False) -> None:
+        """Undo what `session_setup.open_session` has set in this process, except the watchdog. Does not communicate.
+
+        Args:
+            recovers: Whether a next world follows. Until its session is open, operations on all threads continue to
+                raise the error of this world's failed ranks.
+        """
+        if dist.is_initialized():
+            dist.destroy_process_group()
         for name, before in self.environ.items():
             if before is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = before
+        mpi.set_job_comm(None)
+        if not recovers:
+            rank_failures.set_current(None)
 
     def stop_watching(self) -> None:
-        """Stop the watchdog."""
+        """Stop the watchdog, which reports hangs and failures also while the world ends: hence not in `close`."""
         channel_setup.stop_watchdog(self.watch)
         self.watch = None
 

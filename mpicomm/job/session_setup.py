@@ -24,7 +24,7 @@ from mpicomm.job.session import DUMPS, Session, World
 from mpicomm.job.start_request import StartRequest
 from mpicomm.launch.detect import Launch
 from mpicomm.settings import Settings
-from mpicomm.watchdog import agent, channel_setup, exit_hooks, rank_failures
+from mpicomm.watchdog import agent, channel_setup, error_output, exit_hooks, rank_failures
 from mpicomm.watchdog.channel import Channel
 from mpicomm.watchdog.rank_failures import RankFailures
 
@@ -51,29 +51,29 @@ def create(
     Args:
         last: The session of the last world, if ranks have failed in it.
     """
-    previous_rank: int | None = job.topology.rank
+    previous_rank: int | None = job.rank_topology.rank
     name, recoveries = f"{job.plan.started}-{job.port}", 0
     if last is not None:
         previous_rank = None if last.job.is_spare else last.world.rank
         name, recoveries = last.name, last.world.recoveries + 1
     world = World(
-        **vars(job.topology),
+        **vars(job.rank_topology),
         device=job.device,
         backend=job.plan.backend,
         launcher=launch.title,
         master_addr=job.address,
         master_port=job.port,
-        comm=job.comm,
+        comm=job.rank_comm,
         previous_rank=previous_rank,
         recoveries=recoveries,
     )
-    claim = exit_hooks.claim_in(job.store, world.rank)
+    claim = error_output.claim_in(job.store, world.rank)
     created = Session(request, launch, settings, job, world, name, shutdown, claim)
-    if job.processes is not None:
+    if job.process_comm is not None:
         if settings.dump_dir != "none":
             created.dumps = Path(settings.dump_dir or DUMPS, name).absolute()
         if request.recovers:
-            created.failures = RankFailures(job.processes, job.plan.hosts, job.plan.size)
+            created.failures = RankFailures(job.process_comm, job.plan.hosts, job.plan.size)
     return created
 
 
@@ -81,28 +81,28 @@ def open_session(opened: Session) -> None:
     """Start the watchdog, export the variables and initialise the process group (collective)."""
     job, settings = opened.job, opened.settings
     if opened.request.abort_on_error:  # the program may free the communicator that it passed
-        arm_abort(opened.world.rank, opened.world.size, job.processes)
+        arm_abort(opened.world.rank, opened.world.size, job.process_comm)
     # 1. start the watchdog, if MPI has connected the ranks
     rank_failures.set_current(opened.failures)
     if opened.failures is not None:
         backward_errors.watch_backward()
-    if job.processes is not None:
+    if job.process_comm is not None:
         for comm in opened.communicators:
             mpi.tracked(comm)
-        mpi.set_job_comm(job.comm)
-        channel = Channel(job.everyone.rank, job.plan.channel_token, settings.host_timeout)
-        limits = agent.Limits(
+        mpi.set_job_comm(job.rank_comm)
+        channel = Channel(job.process_topology.rank, job.plan.channel_token, settings.host_timeout)
+        limits = agent.WatchdogSettings(
             settings.hang_seconds,
             opened.dumps,
             ends_local_processes=opened.launch.step is not None,
             job=opened.name,
-            spares=job.processes.size - job.plan.size,
+            spares=job.process_comm.size - job.plan.size,
             recovers=opened.failures is not None,
             gpu=devices.visible_gpus()[job.device.index] if job.device.type == "cuda" else "",
         )
         prepare = functools.partial(thread_device.prepare_thread_for_events, job.device)
         opened.watch = channel_setup.start_watchdog(
-            job.processes, job.everyone, job.address, channel, limits, opened.claim, prepare, settings.parent
+            job.process_comm, job.process_topology, job.address, channel, limits, opened.claim, prepare, settings.parent
         )
     # 2. export the variables and initialise the process group
     if not job.is_spare:
@@ -145,13 +145,13 @@ def _make_group(opened: Session) -> None:
     if world.backend is None:
         return
     torch_internals.restart_group_names()
-    with torch_compatibility.explained():
+    with torch_compatibility.blame_untested_torch():
         dist.init_process_group(
             _TORCH_NAMES.get(world.backend, world.backend),
             store=dist.PrefixStore("mpicomm", opened.job.store),
             rank=world.rank,
             world_size=world.size,
-            timeout=opened.request.limit,
+            timeout=opened.request.operation_timeout,
         )
     if opened.request.abort_on_error:
         sys.excepthook = hook  # torch has replaced it by one that prints the rank, which this one prints, too
@@ -175,6 +175,7 @@ def abort(status: int, comm: Intracomm | None) -> None:
 
 
 def _is_formed() -> bool:
+    """Return whether the job exists, also while `shutdown` ends it: the watchdog is the last to stop."""
     current = session.current()
     return current is not None and (current.is_open or current.watch is not None)
 

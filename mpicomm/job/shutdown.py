@@ -7,19 +7,13 @@ import contextlib
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING
-
-import torch.distributed as dist
 
 from mpicomm import mpi, torch_internals
 from mpicomm.backend import groups
 from mpicomm.errors import RankFailedError
 from mpicomm.job import recovery, session
-from mpicomm.watchdog import exit_hooks, rank_failures
+from mpicomm.watchdog import error_output, exit_hooks
 from mpicomm.watchdog.agent import Watchdog
-
-if TYPE_CHECKING:
-    pass
 
 _EXIT_POLL_SECONDS = 0.01  # between two polls of messages in flight, while other ranks still run
 
@@ -44,12 +38,8 @@ def shutdown() -> None:
         except RankFailedError:
             recovery.leave_without_failed(ending)
     # 2. release torch's and MPI's resources
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    ending.close()
     torch_internals.let_gloo_finish()
-    ending.restore_environ()
-    mpi.set_job_comm(None)
-    rank_failures.set_current(None)
     if mpi.is_usable() and not mpi.is_abandoned():
         for comm in ending.communicators:
             mpi.free(comm)
@@ -79,4 +69,4 @@ def shutdown_at_exit() -> None:
         ended = session.current()
         assert ended is not None
         place = session.place_of(ended.world)
-        exit_hooks.print_stderr(f"[mpicomm] {place}: shutdown() failed at exit\n{traceback.format_exc()}")
+        error_output.print_stderr(f"[mpicomm] {place}: shutdown() failed at exit\n{traceback.format_exc()}")

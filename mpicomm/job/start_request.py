@@ -87,7 +87,7 @@ class StartRequest:
             ValueError: If an argument differs from that of the first call.
         """
         same: dict[str, tuple[Any, ...]] = {"backend": (backend,), "device": (device, str(device))}
-        if self.timeout is not None and self.limit == first.limit:
+        if self.timeout is not None and self.operation_timeout == first.operation_timeout:
             same["timeout"] = (self.timeout,)
         for field in dataclasses.fields(self):
             name, given = field.name, getattr(self, field.name)
@@ -117,16 +117,16 @@ class StartRequest:
         )
 
     @functools.cached_property
-    def limit(self) -> datetime.timedelta:
+    def operation_timeout(self) -> datetime.timedelta:
         """The timeout of operations."""
         if self.timeout is None:
             return _DEFAULT_TIMEOUT
         return datetime.timedelta(seconds=float(arguments.seconds_of(self.timeout)))
 
     @functools.cached_property
-    def wait_limit(self) -> float:
+    def join_timeout_seconds(self) -> float:
         """The seconds to wait for ranks."""
-        return _DEFAULT_WAIT_LIMIT if self.timeout is None else self.limit.total_seconds()
+        return _DEFAULT_WAIT_LIMIT if self.timeout is None else self.operation_timeout.total_seconds()
 
 
 def this_command() -> str:

@@ -10,7 +10,7 @@ from mpicomm.launch import allocation, environment
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import IMPLEMENTATIONS, Implementation, Library
 from mpicomm.launch.request import Machine, Node, Request, Start
-from mpicomm.settings import PARENT
+from mpicomm.settings import PARENT_VARIABLE
 
 _TORCHRUN = ("-m", "torch.distributed.run")
 _TORCHRUN_TAG = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}]: "}
@@ -104,7 +104,7 @@ def mpiexec(
         names = dict.fromkeys([*forwarded, *request.variables])
         options += [word for name in names for word in _filled_in(mpi.forwarded, name=name)]
     is_local = is_on_one_host and not isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
-    parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT))
+    parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT_VARIABLE))
     return Start((path, *options, *_rank_command(request, machine)), child, is_local, parent_options, place.ranks)
 
 

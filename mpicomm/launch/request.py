@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Host
-from mpicomm.settings import PARENT
+from mpicomm.settings import PARENT_VARIABLE
 
 _PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
 VARIABLE_OPTIONS = ("--env", "-x")
@@ -100,7 +100,7 @@ class Start:
     def with_parent(self, parent: str) -> Start:
         """Return the launch with the address at which rank 0 reaches `mpicomm run`."""
         command = (self.command[0], *self.parent_options, *self.command[1:])
-        return dataclasses.replace(self, command=command, environ={**self.environ, PARENT: parent})
+        return dataclasses.replace(self, command=command, environ={**self.environ, PARENT_VARIABLE: parent})
 
     def shown(self, before: Mapping[str, str]) -> str:
         """Return the equivalent command line for a shell with the environment `before`; hidden values are `***`."""

@@ -158,7 +158,7 @@ def _refusal(why: str) -> PermissionError:
 
 def _details(operation: flight_recorder.Operation, now: float, wall: float) -> dict[str, Any]:
     """Return the fields that only dump files have; `monotonic` is on the clock of the file's field of that name."""
-    moments = {"called": operation.called, "start": operation.start, "end": operation.end}
+    moments = {"called": operation.called_at, "start": operation.start, "end": operation.end}
     times = {name: None if moment is None else wall - (now - moment) for name, moment in moments.items()}
     fields = {name: getattr(operation, name) for name in ("nbytes", "tag", "message")}
     return {**fields, **times, "monotonic": list(moments.values())}

@@ -21,29 +21,37 @@ from time import monotonic
 from typing import Any
 
 from mpicomm.errors import MpicommError
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.recorder.status import OperationInfo
+
+# -- constants ---------------------------------------------------------------------------------------------------------
 
 RING = 1024
 """The capacity of the ring buffer, in operations."""
 
-_HELD_WORKS = 16  # the most works that a stream queue keeps
 _RATE_SECONDS = 5.0  # the time over which the rate of bytes is computed
-_SHORTEST_RATE = 1e-6
+_SHORTEST_RATE_SECONDS = 1e-6  # it must not be 0
 _CLOSED_GROUPS = 64  # the most destroyed groups that are kept
-
-_ring: list[Operation | None] = [None] * RING
-_last: Operation | None = None
-_running: dict[int, Operation] = {}
-_numbers = itertools.count()
-_new, _getframe = object.__new__, sys._getframe
-_streams: list[StreamQueue] = []
-_groups: dict[str, Group] = {}
 
 # Frames in these files are not the user's: the call site is the first frame above them.
 _PACKAGES = ("mpicomm", "torch")
 _MACHINERY = ("contextlib", "functools", "threading", "typing_extensions", "warnings")  # start threads or wrap calls
 _PROGRAMS = ("examples", "bench")  # folders in these packages whose files count as the user's
+_MOST_CALL_SITES = 4096  # of a program; code that is compiled at run time must not fill the memory
+_USUAL_DEPTH = 7  # three methods of this package, one of the process group, torch's function, its wrapper, the user's
+_LARGEST_DEPTH = 10  # with a deprecated function of torch and its wrapper
+_NOWHERE = object()
+_new, _getframe = object.__new__, sys._getframe
+
+# -- the state of the recorder in this process -------------------------------------------------------------------------
+
+_ring: list[Operation | None] = [None] * RING
+_last: Operation | None = None
+_running: dict[int, Operation] = {}
+"""By number, the operations that run or for which a call waits, except `Group.running`."""
+
+_numbers = itertools.count()
+_groups: dict[str, Group] = {}
 _call_sites: dict[int, types.CodeType] = {}
 """Code objects of known call sites: walking the stack costs half of `note`.
 
@@ -53,6 +61,8 @@ The key is the id() of the code object, plus the instruction offset, plus the ha
 _depths: tuple[dict[str, int], dict[str, int]] = ({}, {})
 """By name, the number of frames between `note` and the last call site: for queued operations, and for others."""
 
+_inner_files: set[str] = set()
+_users_files: set[str] = set()
 _rank_pid = 0
 """In a forked child, the pid of the rank; 0 in the rank itself."""
 
@@ -65,12 +75,6 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have called operations
-_NOWHERE = object()
-_MOST_CALL_SITES = 4096
-_USUAL_DEPTH = 7  # three methods of this package, one of the process group, torch's function, its wrapper, the user's
-_LARGEST_DEPTH = 10  # with a deprecated function of torch and its wrapper
-_inner_files: set[str] = set()
-_users_files: set[str] = set()
 
 
 class Group:
@@ -116,18 +120,38 @@ class Operation:
     """One call of an operation on this rank."""
 
     code: types.CodeType | None
+    """The code of the call site; None for a call from C++."""
+
     instruction: int
+    """The offset of the call in it, `f_lasti`."""
+
     group: Group
     is_message: bool
+    """Whether it is a message between two ranks, not a collective."""
+
     sequence: int | None
+    """The number of a collective in its group; None until it runs, and for messages."""
+
     name: str
     dtype: Any
     count: int
+    """The number of elements of its input on this rank."""
+
     peer: int | None
+    """The root of a collective or the peer of a message, as a rank of the group; None for other operations."""
+
     number: int
-    called: float
+    """The number of the call on this rank."""
+
+    called_at: float
+    """When it was called, as `start` and `end` on the clock of `time.monotonic`."""
+
     start: float | None
+    """When it began to run, or a call to wait for it; None before."""
+
     end: float | None
+    """When it completed or failed; None before."""
+
     limit: float | None
     """Seconds after which the watchdog aborts the job; None if the waiting call raises TimeoutError instead."""
 
@@ -201,14 +225,14 @@ class Operation:
             number=self.number,
             name=self.name,
             group=self.group.name,
-            members="" if self.group.is_world else hang_report.ranges(self.group.ranks),
+            members="" if self.group.is_world else rank_text.ranges(self.group.ranks),
             sequence=self.sequence,
             is_message=self.is_message,
             dtype="" if self.dtype is None else str(self.dtype).removeprefix("torch."),
             count=self.count,
             peer=None if self.peer is None else self.group.ranks[self.peer],
             where=self.where,
-            called=round(now - self.called, 6),
+            called=round(now - self.called_at, 6),
             seconds=None if self.start is None else round((self.end or now) - self.start, 6),
             is_over=self.end is not None,
         )
@@ -257,7 +281,7 @@ def note(
     operation.end = operation.tag = operation.message = None
     operation.limit = group.timeout
     operation.number = number = next(_numbers)
-    operation.called = now = monotonic()
+    operation.called_at = now = monotonic()
     # 3. start it, and store it in the ring buffer
     if is_running and not is_message:
         operation.sequence = group.sequence = group.sequence + 1
@@ -300,73 +324,6 @@ def _find_caller(name: str, is_running: bool, inner_frames: int) -> tuple[types.
     return frame.f_code, frame.f_lasti
 
 
-class StreamQueue:
-    """The operations that an inner backend queues on a GPU's stream, where they run one after the other.
-
-    Only the oldest pending operation runs, so the time in which the others are queued does not count towards their
-    timeouts. The queue keeps and polls a few of the pending works, not all: a work may keep its tensors alive.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._lock = threading.Lock()
-        self._open: collections.deque[Operation] = collections.deque()
-        self._held: list[tuple[Operation, Any]] = []
-        _streams.append(self)
-
-    def note(self, name: str, dtype: Any, count: int, is_message: bool) -> Operation:
-        """Record the call of an operation."""
-        return note(self._group, name, dtype, count, None, is_message, is_running=False)
-
-    def started(self, operation: Operation, work: Any) -> None:
-        """Record that the inner backend has queued an operation."""
-        with self._lock:
-            operation.take_number()
-            self._open.append(operation)
-            self._held.append((operation, work))
-            if len(self._held) > _HELD_WORKS:
-                self._held = [self._held[0], *self._held[1:-1:2], self._held[-1]]
-            if len(self._open) > RING:
-                self._open.popleft().finish()
-            self._begin_oldest()
-
-    def refresh(self) -> None:
-        """Record which operations have completed; called on the watchdog's thread."""
-        with self._lock:
-            last_over = max((operation.number for operation, work in self._held if _is_over(work)), default=-1)
-            self._held = [(operation, work) for operation, work in self._held if operation.number > last_over]
-            while self._open and self._open[0].number <= last_over:
-                self._open.popleft().finish()
-            self._begin_oldest()
-
-    def _begin_oldest(self) -> None:
-        if self._open and self._open[0].start is None:
-            self._open[0].begin()
-
-    def close(self) -> None:
-        """Release all operations and works, when the group is destroyed."""
-        with self._lock:
-            for operation in self._open:
-                operation.finish()
-            self._open.clear()
-            self._held.clear()
-        if self in _streams:
-            _streams.remove(self)
-
-
-def _is_over(work: Any) -> bool:
-    try:
-        return work.is_completed()
-    except Exception:  # noqa: BLE001  a failed operation has ended; waiting for it raises the error
-        return True
-
-
-def refresh_streams() -> None:
-    """Record which operations on streams have completed; called on the watchdog's thread."""
-    for stream in _streams.copy():  # other threads may add and remove queues meanwhile
-        stream.refresh()
-
-
 def recorded() -> list[Operation]:
     """Return the operations in the ring buffer, oldest first."""
     return sorted((each for each in list(_ring) if each is not None), key=lambda each: each.number)
@@ -397,10 +354,10 @@ def bytes_per_second(now: float) -> float:
     operations = recorded()
     if not operations:
         return 0.0
-    since = max(now - _RATE_SECONDS, operations[0].called)
+    since = max(now - _RATE_SECONDS, operations[0].called_at)
     completed = [each for each in operations if each.end is not None and each.end > since]
     total = sum(each.count * getattr(each.dtype, "itemsize", 0) for each in completed)
-    return total / max(now - since, _SHORTEST_RATE)
+    return total / max(now - since, _SHORTEST_RATE_SECONDS)
 
 
 def sequences() -> dict[str, int]:

@@ -1,16 +1,14 @@
-"""The text of reports: pure functions that format the status of the ranks, and why ranks have died."""
+"""The report on a job that hangs or ends: the table of the ranks' positions, and why ranks have died."""
 
 from __future__ import annotations
 
 import errno
-import functools
-import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from mpicomm.recorder.status import Crash, ExitedRank, NotResponding, OperationInfo, Status
+from mpicomm.recorder import rank_text
+from mpicomm.recorder.status import Crash, ExitedRank, NotResponding, Status
 
-_NAMED = 16  # the most ranges of ranks in a row
 _ROWS = 32  # the most rows of a table
 
 DEATH_REMEDY = (
@@ -38,79 +36,6 @@ _UNREPORTED = (
 _UNREACHABLE = {os.strerror(number) for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
 
 
-def ranges(ranks: Iterable[int]) -> str:
-    """Return ranks as `0-3, 7`; runs of two are listed."""
-    texts: list[str] = []
-    # Within a range, rank and index differ by the same number.
-    for _, pairs in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
-        part = [rank for _, rank in pairs]
-        texts += [f"{part[0]}-{part[-1]}"] if len(part) > 2 else map(str, part)
-    return ", ".join(texts)
-
-
-def parse_ranges(text: str) -> list[int]:
-    """Return the ranks in a text that `ranges` returned."""
-    ranks: list[int] = []
-    for part in filter(None, text.split(", ")):
-        first, _, last = part.partition("-")
-        ranks += range(int(first), int(last or first) + 1)
-    return ranks
-
-
-def called(ranks: Sequence[int]) -> str:
-    """Return `rank 2` or `ranks 0, 1, 3`."""
-    text = ranges(ranks)
-    if text.count(",") >= _NAMED:
-        text = ", ".join(text.split(", ")[:_NAMED]) + f", ... ({len(ranks)} in all)"
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
-
-
-def ranks_by_host(hosts: Sequence[str]) -> dict[str, str]:
-    """Return the ranks of each host as text.
-
-    Args:
-        hosts: The host of every rank.
-    """
-    of_host: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        of_host.setdefault(host, []).append(rank)
-    return {host: ranges(ranks) for host, ranks in of_host.items()}
-
-
-def full_name(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return `rank 2 of 4 on node0`.
-
-    Args:
-        hosts: The host of every rank.
-    """
-    names = sorted({hosts[rank] for rank in ranks})
-    return f"{called(ranks)} of {len(hosts)} on {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
-
-
-def operation(info: OperationInfo) -> str:
-    """Return `all_reduce #42, float32[1024]`."""
-    text = info.name
-    if info.sequence is not None:
-        text += f" #{info.sequence}"
-    elif not info.is_message:
-        text += " (queued)"
-    if info.peer is not None:
-        direction = {"send": " to", "recv": " from"}.get(info.name, ", root")
-        text += f"{direction} rank {info.peer}"
-    elif info.name == "recv":
-        text += " from any rank"
-    if info.dtype:
-        text += f", {info.dtype}[{info.count}]"
-    if info.members:
-        text += f", in the group of {_members(info.members)}"
-    return text
-
-
-@functools.lru_cache(maxsize=1024)  # each of a group's thousands of ranks shows the same text
-def _members(text: str) -> str:
-    return called(parse_ranges(text))
-
-
 def table(rows: Mapping[int, Status], hosts: Sequence[str]) -> str:
     """Return one line for all ranks with the same position; lines of more ranks first."""
     ranks: dict[str, list[int]] = {}
@@ -120,7 +45,7 @@ def table(rows: Mapping[int, Status], hosts: Sequence[str]) -> str:
         ranks.setdefault(text, []).append(rank)
         seconds[text] = max(seconds.get(text, 0.0), of_rank)
     ordered = sorted(ranks, key=lambda text: -len(ranks[text]))
-    names = [called(ranks[text]) for text in ordered]
+    names = [rank_text.name_ranks(ranks[text]) for text in ordered]
     width = max(map(len, names), default=0)
     lines = [
         f"  {name:{width}}  {text.replace(_SECONDS, f'{seconds[text]:.0f} s')}"
@@ -144,11 +69,12 @@ def _position(row: Status, host: str) -> tuple[str, float]:
     if (longest := row.longest) is not None:
         more = len(row.running) - 1
         beside = f" (and {more} more operation{'s' if more > 1 else ''})" if more else ""
-        return f"in {operation(longest)}, at {longest.where}, for {_SECONDS}{beside}", longest.seconds or 0.0
+        operation = rank_text.describe_operation(longest)
+        return f"in {operation}, at {longest.where}, for {_SECONDS}{beside}", longest.seconds or 0.0
     at = f"at {row.main}" if row.main else "its main thread has ended, other threads are running"
     if row.last is None:
         return f"not in an operation, none called yet; {at}", 0.0
-    last = f"last called {_SECONDS} ago: {operation(row.last)}, at {row.last.where}"
+    last = f"last called {_SECONDS} ago: {rank_text.describe_operation(row.last)}, at {row.last.where}"
     return f"not in an operation; {at}; {last}", row.last.called
 
 

@@ -150,7 +150,7 @@ def _entry(
     name, description, ranks = place
     dtypes = [] if operation.dtype is None else [_dtype(operation)]
     sizes = [] if operation.dtype is None else [[] if operation.name in _ANY_SIZE else [operation.count]]
-    moments = (operation.called, operation.start, operation.end)
+    moments = (operation.called_at, operation.start, operation.end)
     created, started, completed = (None if each is None else int((each + epoch) * 1e9) for each in moments)
     return {
         "record_id": record,

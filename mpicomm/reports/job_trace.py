@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 
 _FILES = "rank-*.json"
 _NEEDED = ("rank", "size", "host", "written", "clock", "monotonic", "offset", "operations")
@@ -173,7 +173,7 @@ def _waits_in_collectives(dumps: Sequence[RankDump]) -> list[RankWait]:
     dumped = {dump.rank for dump in dumps}
     collected = []
     for (group, members, sequence), by_rank in calls.items():
-        ranks = hang_report.parse_ranges(members) if members else range(dumps[0].size)
+        ranks = rank_text.parse_ranges(members) if members else range(dumps[0].size)
         others = [rank for rank in ranks if rank not in by_rank and last[group, members, rank] < sequence]
         absent = {rank: _NOT_ARRIVED if rank in dumped else _NO_FILE for rank in others}
         collected += [wait for operation in by_rank.values() if (wait := _wait(operation, by_rank, absent)) is not None]
@@ -310,7 +310,7 @@ class _Writer:
 
     def add_wait(self, wait: RankWait) -> None:
         """Add the wait for another rank, inside its operation."""
-        others = hang_report.called(wait.ranks)
+        others = rank_text.name_ranks(wait.ranks)
         name = f"wait for {others}, {wait.reason}" if wait.reason else f"wait for {others}"
         self._add_slice(wait.operation, name, "wait", self._time(wait.start), self._time(wait.end), ranks=others)
 

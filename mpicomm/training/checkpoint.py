@@ -34,7 +34,7 @@ from mpicomm.errors import CheckpointError, RankFailedError, raised_on_all_ranks
 from mpicomm.training import run_directory
 from mpicomm.training.preemption import is_of_all_ranks
 from mpicomm.training.run_directory import RunDirectory
-from mpicomm.watchdog import exit_hooks
+from mpicomm.watchdog import error_output
 
 _LAST_SAVE_SECONDS = 60.0  # that a rank whose exception ends the job waits for the save in progress
 _VISIBLE_SECONDS = 10.0  # wait limit for a new file to become visible on all hosts
@@ -62,7 +62,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._rank = dist.get_rank()
         self._uses_mpicomm = isinstance(dist.group.WORLD, MPIProcessGroup)
-        self._in_background = mpi.serves_threads() if self._uses_mpicomm else dist.is_gloo_available()
+        self._in_background = mpi.has_thread_multiple() if self._uses_mpicomm else dist.is_gloo_available()
         # The current GPU of a new thread is the first one, so the thread selects its own.
         begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint", initializer=begin)
@@ -170,7 +170,7 @@ class Checkpoints:
         """
         if isinstance(error, Exception) and self._running is not None and not self._running.done():
             if not isinstance(error, RankFailedError):
-                exit_hooks.print_stderr(
+                error_output.print_stderr(
                     f"[mpicomm] rank {self._rank}: {type(error).__name__}; waiting up to {_LAST_SAVE_SECONDS:g} s for "
                     f"the checkpoint that is being written\n"
                 )

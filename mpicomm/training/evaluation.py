@@ -11,7 +11,7 @@ import torch
 from mpicomm.arguments import Expected
 from mpicomm.collective_ops import collectives, group_argument, pytree
 from mpicomm.errors import TrainingError, raised_on_all_ranks
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.training import rank_sync
 from mpicomm.training.data import DataSource, Step
 from mpicomm.training.parallel import FSDPModel
@@ -240,7 +240,7 @@ def _collected(own: _Outputs, *, all_ranks: bool) -> Any:
     if others:
         raise raised_on_all_ranks(
             TrainingError(
-                f"predict: the outputs of {hang_report.called(others)} have another structure, dtype or shape than "
+                f"predict: the outputs of {rank_text.name_ranks(others)} have another structure, dtype or shape than "
                 f"those of rank {ranks[0]}: {layouts[others[0]]}, expected {layout}.\n"
                 f"Return the same tensors for each batch, padded to one shape."
             )

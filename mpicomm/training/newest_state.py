@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import TrainingError, raised_on_all_ranks
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.training import checkpoint
 from mpicomm.training.shard_replicas import HeldShards
 from mpicomm.training.state import Position
@@ -57,7 +57,7 @@ class Recovery:
             gap: The seconds without a complete step.
         """
         failed = "; ".join(
-            f"{hang_report.called(failure.ranks)} on {', '.join(sorted(set(failure.hosts)))} failed: {failure.reason}"
+            f"{rank_text.name_ranks(failure.ranks)} on {', '.join(sorted(set(failure.hosts)))} failed: {failure.reason}"
             for failure in self.failures
         )
         joined = f", {len(self.joined)} of them spares" if self.joined else ""

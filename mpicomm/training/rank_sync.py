@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mpicomm import agreement
 from mpicomm.collective_ops import collectives, group_argument
 from mpicomm.errors import TrainingError, raised_on_all_ranks
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.training import randomness
 from mpicomm.training.data import DataSource, Step
 from mpicomm.training.parallel import DDPModel, FSDPModel
@@ -54,7 +54,7 @@ def _compare(values_by_rank: Sequence[Mapping[str, object]], call: str, remedy: 
     for name in dict.fromkeys(itertools.chain.from_iterable(values_by_rank)):
         rows = agreement.ranks_by_value([values.get(name) for values in values_by_rank], range(len(values_by_rank)))
         if len(rows) > 1:
-            by_rank = ", ".join(f"{value} on {hang_report.called(ranks)}" for value, ranks in rows.items())
+            by_rank = ", ".join(f"{value} on {rank_text.name_ranks(ranks)}" for value, ranks in rows.items())
             raise raised_on_all_ranks(
                 TrainingError(f"{call}: {name} must be equal on all ranks, got {by_rank}.\n{remedy}")
             )
@@ -99,7 +99,7 @@ def agreed_source(
     failed = [rank for rank, message in enumerate(messages) if message is not None]
     if failed:
         raise raised_on_all_ranks(
-            TrainingError(f"{call}: {argument} of {hang_report.called(failed)}: {messages[failed[0]]}")
+            TrainingError(f"{call}: {argument} of {rank_text.name_ranks(failed)}: {messages[failed[0]]}")
         )
     _compare(arguments_by_rank, call, "Pass the same arguments on every rank.")
     _compare(
@@ -195,7 +195,7 @@ def _check_first_samples(source: DataSource, firsts: Sequence[tuple[str, list[by
         return
     name, own = next(first for rank, first in enumerate(firsts) if first is not None and rank in {*several, *others})
     if source.is_shared:
-        processes = f"rank 0 and {hang_report.called(others)}" if others else "worker processes"
+        processes = f"rank 0 and {rank_text.name_ranks(others)}" if others else "worker processes"
         message = (
             f"the ranks cannot share the iterable-style dataset {name}: its first sample differs between {processes}.\n"
             f"Set shard=False if it yields the share of each rank (eval_shard=False for eval_data), or shard=True if "
@@ -204,7 +204,7 @@ def _check_first_samples(source: DataSource, firsts: Sequence[tuple[str, list[by
     else:
         message = (
             f"{len(own)} workers cannot share the iterable-style dataset {name}: its first sample differs between them "
-            f"on {hang_report.called(several)}.\n"
+            f"on {rank_text.name_ranks(several)}.\n"
             f"Set num_workers=1, or pass a DataLoader of the dataset, which is used unchanged."
         )
     raise raised_on_all_ranks(TrainingError(message))
@@ -241,7 +241,7 @@ def gather_stop_reasons(reason: str | None) -> str:
     """Return the reasons of the stop requests with their ranks, such as `SIGTERM on rank 1` (collective)."""
     reasons = collectives.all_gather_object(reason)
     rows = agreement.ranks_by_value(reasons, range(len(reasons))).items()
-    return ", ".join(f"{reason} on {hang_report.called(ranks)}" for reason, ranks in rows if reason is not None)
+    return ", ".join(f"{reason} on {rank_text.name_ranks(ranks)}" for reason, ranks in rows if reason is not None)
 
 
 def gather_nonfinite_samples(step: Step, is_finite: bool) -> dict[str, Sequence[int]]:
@@ -276,7 +276,7 @@ def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:
     first = names[int((gathered != usual).any(dim=0).nonzero()[0])]
     raise raised_on_all_ranks(
         TrainingError(
-            f"after step {step} the parameters of {hang_report.called(others)} differ from those of the other ranks, "
+            f"after step {step} the parameters of {rank_text.name_ranks(others)} differ from those of the other ranks, "
             f"first in {first}.\n"
             f"Check for code that changes parameters on one rank or skips gradient synchronization, then resume from "
             f"the last checkpoint before step {step}."

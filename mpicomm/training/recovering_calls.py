@@ -193,7 +193,7 @@ def _attempted_by_all(call: Callable[[], T]) -> tuple[T | None, RankFailedError 
         preempted = caught
     if not agreement.succeeded_on_all(comm, failure is None) and failure is None:
         assert failures is not None
-        failures.find()
+        failures.wait_until_known()
         failure = failures.error()
     if preempted is not None and failure is None:
         raise preempted

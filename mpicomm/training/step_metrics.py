@@ -250,7 +250,7 @@ class StepTimer:
         """
         now = time.monotonic()
         last = flight_recorder.last() if is_synchronized and self._sees_communication else None
-        exposed = now - last.called if last is not None and last.called > self._last else 0.0
+        exposed = now - last.called_at if last is not None and last.called_at > self._last else 0.0
         if exposed:
             self._seconds["communication"] += exposed
         self._seconds["compute"] += now - self._last - exposed

@@ -1,8 +1,10 @@
 """The watchdog: a thread on every rank that detects hangs and dead ranks, reports them, and aborts the job.
 
-The only MPI function that it calls is MPI_Abort. It does not busy-wait; it wakes up once a second. It reports the state
-of its own rank over the out-of-band channel to rank 0, whose `Coordinator` decides. If rank 0 itself is dead or does
-not respond, the next rank reports in its place.
+While another thread may be inside MPI, its thread calls only two functions of it: MPI_Abort and, where ranks may fail,
+MPI_Comm_revoke (`rank_failures`), which interrupts the blocked calls of the other threads. It does not busy-wait: it
+wakes up for messages, signals and calls of other threads, and otherwise once a second, or every 50 ms while a step is
+due soon. It reports the state of its own rank over the out-of-band channel to rank 0, whose `Coordinator` decides. If
+rank 0 itself is dead or does not respond, the next rank reports in its place.
 """
 
 from __future__ import annotations
@@ -22,17 +24,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mpicomm.json_messages import Message
-from mpicomm.recorder import dump, flight_recorder, hang_report
+from mpicomm.recorder import dump, flight_recorder, hang_report, rank_text
 from mpicomm.recorder.dump import ClockOffset
-from mpicomm.watchdog import coordinator, exit_hooks, job_files, protocol, rank_failures, signals
-from mpicomm.watchdog.channel import PARENT, Channel, ChannelEvent, RankInfo
+from mpicomm.watchdog import coordinator, error_output, job_files, protocol, rank_failures, signals
+from mpicomm.watchdog.channel import SUPERVISOR, Channel, ChannelEvent, RankInfo
 from mpicomm.watchdog.clock import ClockMonitor
+from mpicomm.watchdog.connected_ranks import ConnectedRanks
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.coordinator import Coordinator
 from mpicomm.watchdog.nvml import GPUReader
 from mpicomm.watchdog.observers import OBSERVER
 from mpicomm.watchdog.rank_0_monitor import RESPONSE_SECONDS, Rank0Monitor
-from mpicomm.watchdog.rank_reports import ConnectedRanks, OperationMonitor, RankExit
+from mpicomm.watchdog.rank_reports import OperationMonitor, RankExit
 
 T = TypeVar("T")
 
@@ -47,7 +50,7 @@ _ABORT_SECONDS = 5.0  # time limit for MPI_Abort to end this process
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class WatchdogSettings:
     """The settings of the watchdog."""
 
     hang_seconds: float
@@ -79,7 +82,7 @@ class Watchdog:
         self,
         place: RankInfo,
         channel: Channel,
-        limits: Limits,
+        limits: WatchdogSettings,
         end: Callable[[int], Any],
         claim: Callable[[], bool],
         prepare: Callable[[], None] = lambda: None,
@@ -145,7 +148,7 @@ class Watchdog:
 
         def attach() -> None:
             self._channel.attach_parent(connection)
-            hosts = hang_report.ranks_by_host(self.place.hosts[: self.place.size - self._limits.spares])
+            hosts = rank_text.ranks_by_host(self.place.hosts[: self.place.size - self._limits.spares])
             self._channel.send_to_parent(protocol.JobStarted(hosts, self._limits.job, self._limits.recovers))
             self._events.append(coordinator.ParentAttached())  # ranks may have exited during the connection's set-up
 
@@ -171,7 +174,7 @@ class Watchdog:
         """
 
         def leave() -> None:
-            self._operations.running()  # reports ended waits: this rank must not wait for ranks that have exited
+            self._operations.report_ended_waits()  # this rank must not wait for ranks that have exited
             self._exit.report(status, is_stuck=is_stuck, waits=waits, sends=sends)
 
         self._post(leave)
@@ -206,7 +209,7 @@ class Watchdog:
 
     def fail(self) -> None:
         """Report that this rank has failed, and that it prints the error and aborts the job itself."""
-        self._post_report(protocol.RankFailed(self.place.rank))
+        self._post_report(protocol.RankAborts(self.place.rank))
 
     def exit_at_once(self, status: int) -> None:
         """Report that this rank is about to call `os._exit`, and wait up to 0.5 s for rank 0's confirmation."""
@@ -221,7 +224,7 @@ class Watchdog:
             The ranks and a table of where they are. If rank 0 does not respond, no ranks and the state of rank 0.
         """
         answers = self._answers[operation.number] = queue.SimpleQueue()
-        info, needs = operation.describe(time.monotonic()), hang_report.ranges(operation.needs)
+        info, needs = operation.describe(time.monotonic()), rank_text.ranges(operation.needs)
         self._post_report(protocol.MissingQuery(self.place.rank, info, needs))
         try:
             answer = answers.get(timeout=RESPONSE_SECONDS)
@@ -229,7 +232,7 @@ class Watchdog:
             return [], f"{self._rank_0.describe_silence(RESPONSE_SECONDS)}."
         finally:
             self._answers.pop(operation.number, None)
-        return hang_report.parse_ranges(answer.ranks), answer.table
+        return rank_text.parse_ranges(answer.ranks), answer.table
 
     def break_group(self, name: str, cause: str) -> None:
         """Report that this rank has stopped waiting in a group, so that no rank uses the group any more."""
@@ -247,10 +250,10 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def close_in_child(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the rank's descriptors in a forked child: a copy that stays open would hide the rank's death."""
         signals.unwatch()
-        self._channel.close_in_child()
+        self._channel.close_after_fork()
 
     def _post(self, call: Callable[[], None]) -> None:
         self._calls.put(call)
@@ -362,9 +365,8 @@ class Watchdog:
             self._channel.send_up(probe)
 
     def _handle_signals(self) -> None:
-        numbers, self._channel.woken = self._channel.woken, bytearray()
         now = time.monotonic()
-        if signals.deliver(bytes(numbers)) and self._term_at == math.inf:
+        if signals.deliver(self._channel.take_woken()) and self._term_at == math.inf:
             # The launcher may have sent it because a rank has died, which rank 0 is about to report.
             self._term_at = now + _TERM_SECONDS
             if not self._exit.is_reported:
@@ -376,7 +378,7 @@ class Watchdog:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _receive(self, event: ChannelEvent) -> None:
-        if event.rank == PARENT:
+        if event.rank == SUPERVISOR:
             self._receive_from_parent(event)
         elif event.rank == OBSERVER:
             self._events.append(protocol.StatusRequest())
@@ -402,7 +404,7 @@ class Watchdog:
             self._rank_0.record_response()  # the next world has another rank 0
             if not self._exit.all_exited.is_set():
                 cause = hang_report.cause_of_loss(event.lost, event.crash)
-                self._send_to_ranks(protocol.RanksFailed({str(self.place.hub): cause}))
+                self._send_to_ranks(protocol.ContinueWithout({str(self.place.hub): cause}))
         elif not self._exit.all_exited.is_set():
             self._rank_0.record_loss(event.lost, event.crash)
 
@@ -458,6 +460,7 @@ class Watchdog:
                 if message.files:
                     self._write_files()
                 status = self._operations.status(now, with_usage=message.usage)
+                self._operations.report_ended_waits()  # before it sends the status, of which they are no part any more
                 self._report(protocol.StatusReport(self.place.rank, message.number, status))
             case protocol.MissingAnswer():
                 if message.number in self._answers:
@@ -472,7 +475,7 @@ class Watchdog:
             case protocol.RaiseSignal():
                 if signals.handled(message.signal) == message.signal:
                     os.kill(os.getpid(), message.signal)
-            case protocol.RanksFailed():
+            case protocol.ContinueWithout():
                 if (failures := rank_failures.current()) is not None:
                     failures.record({int(rank): reason for rank, reason in message.reasons.items()})
             case protocol.JobEnding():
@@ -483,7 +486,8 @@ class Watchdog:
     def _end(self, message: protocol.JobEnding) -> None:
         if self._exit_at == math.inf:
             self._exit_at = time.monotonic() + _ENDED_SECONDS
-            rank_failures.set_current(None)  # ranks that the abort ends first must not be recovered from
+            if (failures := rank_failures.current()) is not None:
+                failures.is_aborting = True
             if message.files:
                 self._write_files()
             self._kill_unresponsive_processes()
@@ -503,7 +507,7 @@ class Watchdog:
         if cause := self._rank_0.cause_of_abort():
             remedy = self._rank_0.remedy(recovers=self._limits.recovers)
             self._abort_alone(cause, f"\n{remedy}" if remedy else "")
-        if cause := self._rank_0.cause_of_report():
+        if cause := self._rank_0.take_cause_of_report():
             self.print_report(f"[mpicomm] possible hang: {cause}.\n{self._own_row()}")
             self._write_files()
 
@@ -514,7 +518,7 @@ class Watchdog:
             self._channel.send_down(protocol.JobEnding(files=True))
         self._write_files()
         self._kill_unresponsive_processes()
-        if self.place.rank <= exit_hooks.MAX_REPORTERS:
+        if self.place.rank <= error_output.MAX_REPORTERS:
             self.print_report(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row()}{remedy}")
         time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
         self._abort(1)
@@ -535,7 +539,7 @@ class Watchdog:
 
     def print_report(self, text: str) -> None:
         """Print a report to stderr."""
-        exit_hooks.print_stderr(text.rstrip("\n") + "\n")
+        error_output.print_stderr(text.rstrip("\n") + "\n")
 
     def _own_row(self) -> str:
         return hang_report.table({self.place.rank: self._operations.status(time.monotonic())}, self.place.hosts)
@@ -562,10 +566,10 @@ def set_current(watchdog: Watchdog | None) -> None:
     _current = watchdog
 
 
-def _close_in_child() -> None:
+def _close_after_fork() -> None:
     if _current is not None:
-        _current.close_in_child()
+        _current.close_after_fork()
         set_current(None)
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_close_after_fork)

@@ -28,7 +28,7 @@ from mpicomm.watchdog.protocol import LocalProcess, StatusRequest
 _BACKLOG = 4096  # connections that wait to be accepted: all ranks of a node, and a rank of each node, connect at once
 _WAKE_UP_BYTES = 4096  # of one read; each byte is a signal or a wake-up
 
-PARENT = -1
+SUPERVISOR = -1
 """Takes the place of a rank in the events of the connection to `mpicomm run`."""
 
 
@@ -91,9 +91,9 @@ class Channel:
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._receive_wake_up)
         self.wake_fd = self._waker.fileno()
-        """Writing to this descriptor wakes `poll`, which puts the bytes into `woken`."""
+        """Writing to this descriptor wakes `poll`, whose bytes `take_woken` returns."""
 
-        self.woken = bytearray()
+        self._received_wake_ups = bytearray()
 
     # -- opening -------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Channel:
     def attach_parent(self, connection: Connection) -> None:
         """Take over rank 0's connection to `mpicomm run`."""
         self._parent = connection
-        self._watch(connection, PARENT)
+        self._watch(connection, SUPERVISOR)
 
     def accept_observers(self, job: JobFile) -> None:
         """Listen for observers, if this host has a directory for the job's file."""
@@ -170,6 +170,12 @@ class Channel:
         for message in messages:
             self.send_to_parent(message)
 
+    def take_woken(self) -> bytes:
+        """Return the bytes that have woken `poll` since the last call: signals (`signal.set_wakeup_fd`) and zeros."""
+        received = bytes(self._received_wake_ups)
+        self._received_wake_ups.clear()
+        return received
+
     def wake(self) -> None:
         """Make a waiting `poll` return; may be called on any thread."""
         with contextlib.suppress(OSError):  # full: a wake-up is pending already; closed: no thread waits any more
@@ -199,12 +205,12 @@ class Channel:
         self._waker.close()
         self._woken.close()
 
-    def close_in_child(self) -> None:
+    def close_after_fork(self) -> None:
         """Close all descriptors in a forked child: the child shares them with the rank, and must not keep them open."""
         for connection in self._connections():
-            connection.close_in_child()
+            connection.close_after_fork()
         for server in self._servers():
-            server.close_in_child()
+            server.close_after_fork()
         self._selector.close()  # without unregistering: the entries belong to the rank, too
         self._waker.close()
         self._woken.close()
@@ -217,7 +223,7 @@ class Channel:
 
     def _receive_wake_up(self, _mask: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            self.woken += self._woken.recv(_WAKE_UP_BYTES)
+            self._received_wake_ups += self._woken.recv(_WAKE_UP_BYTES)
 
     def _admit(self, connection: Connection, messages: list[Message]) -> None:
         """Make a connection that has authenticated that of a child."""
@@ -248,7 +254,7 @@ class Channel:
         # A crash is reported at once: a launcher may kill this process as soon as the other one has ended.
         if rank is None:
             self._up = None
-        elif rank == PARENT:
+        elif rank == SUPERVISOR:
             self._parent = None
         else:
             del self.children[rank]

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpicomm import agreement
-from mpicomm.settings import PARENT
+from mpicomm.settings import PARENT_VARIABLE
 from mpicomm.topology import Topology
 from mpicomm.watchdog import agent, job_files, parent_link
-from mpicomm.watchdog.agent import Limits, Watchdog
+from mpicomm.watchdog.agent import Watchdog, WatchdogSettings
 from mpicomm.watchdog.channel import Channel, RankInfo
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def start_watchdog(
     where: Topology,
     address: str,
     channel: Channel,
-    limits: Limits,
+    limits: WatchdogSettings,
     claim: Callable[[], bool],
     prepare: Callable[[], None],
     parent: str | None,
@@ -114,7 +114,7 @@ def _connect_to_parent(watch: Watchdog, parent: str, host_timeout: int) -> bool:
         warnings.warn(
             f"cannot connect to mpicomm run: {error}. The job continues, but mpicomm run cannot ask it to save a "
             f"checkpoint, and does not notice if a host is lost.\n"
-            f"Open the ports between the hosts of the job; if {PARENT} is left over, unset it.",
+            f"Open the ports between the hosts of the job; if {PARENT_VARIABLE} is left over, unset it.",
             stacklevel=2,
         )
         return False

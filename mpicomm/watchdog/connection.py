@@ -57,7 +57,7 @@ class Connection:
         """Whether the messages of the other end may be long, or unknown, since it may be of another version."""
 
         self.rank = 0
-        """The rank at the other end, as it has proved; like `process`, set by the authentication."""
+        """The rank at the other end, as it has proved; see `identify`."""
 
         self.process = LocalProcess(0)
         self.received_at = time.monotonic()
@@ -69,6 +69,10 @@ class Connection:
         self._lost = ""  # why the connection is lost
         self._incoming = bytearray()
         self._outgoing = bytearray()
+
+    def identify(self, rank: int, process: LocalProcess) -> None:
+        """Record who is at the other end, after it has proved that it has the token: its messages may be long now."""
+        self.rank, self.process, self.is_trusted = rank, process, True
 
     def fileno(self) -> int:
         """Return the file descriptor of the socket, for selectors."""
@@ -164,7 +168,7 @@ class Connection:
         self.unwatch()
         self.socket.close()
 
-    def close_in_child(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the descriptor in a forked child; its entry in the selector belongs to the parent, too."""
         self._selector = None
         self.close()
@@ -314,11 +318,11 @@ class Server:
         for connection in list(self._pending):
             self._refuse(connection)
 
-    def close_in_child(self) -> None:
+    def close_after_fork(self) -> None:
         """Close all descriptors in a forked child; their entries in the selector belong to the parent, too."""
         self._listener.close()
         for connection in self._pending:
-            connection.close_in_child()
+            connection.close_after_fork()
 
     def _accept(self, _mask: int) -> None:
         try:
@@ -341,7 +345,7 @@ class Server:
             self._refuse(connection)
             return
         del self._pending[connection]
-        connection.rank, connection.process, connection.is_trusted = proof.rank, proof.process, True
+        connection.identify(proof.rank, proof.process)
         connection.send(Welcome(_proof_of(self._token, bytes.fromhex(proof.nonce), _WELCOME)))
         self._admit(connection, messages[1:])
 
@@ -406,7 +410,7 @@ def _prove(connection: Connection, token: bytes, rank: int, deadline: Deadline) 
         raise ValueError(f"received {welcome}; expected a welcome")
     if not hmac.compare_digest(welcome.proof, _proof_of(token, nonce, _WELCOME)):
         raise ValueError("the other end does not have the token of the job")
-    connection.rank, connection.process, connection.is_trusted = challenge.rank, challenge.process, True
+    connection.identify(challenge.rank, challenge.process)
 
 
 def _proof_of(token: bytes, nonce: bytes, name: str) -> str:

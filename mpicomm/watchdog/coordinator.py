@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from mpicomm.json_messages import Message
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import hang_report, rank_text
 from mpicomm.recorder.status import ExitedRank, NotResponding, RankStatus, Status
 from mpicomm.watchdog import protocol
 from mpicomm.watchdog.protocol import COLLECT_SECONDS, StatusReport
@@ -220,7 +220,7 @@ class Coordinator:
                 self._terminated.add(message.rank)
             case protocol.RankDied():
                 self._receive_death(message, now)
-            case protocol.RankFailed():
+            case protocol.RankAborts():
                 self._report_failure(f"{self._name([message.rank])} failed")
                 if not self.is_ending:
                     self._abort_at = now + _REPORTER_SECONDS
@@ -287,7 +287,7 @@ class Coordinator:
         statuses = {rank: NotResponding(0.0, "it has failed") for rank in self._failed} | observation.statuses
         rows = [(rank, self._row(rank, statuses.get(rank), now)) for rank in range(self.size)]
         reports: list[Message] = [StatusReport(rank, observation.number, row) for rank, row in rows]
-        return [*reports, protocol.StatusComplete(hang_report.ranks_by_host(self._hosts[: self.size]))]
+        return [*reports, protocol.StatusComplete(rank_text.ranks_by_host(self._hosts[: self.size]))]
 
     # -- ranks that have exited ----------------------------------------------------------------------------------
 
@@ -326,11 +326,11 @@ class Coordinator:
         # 2. the ranks that have exited before the collective, or before they sent the message
         absent: set[int] = set()
         for needs, group, sequence in collectives:
-            needed = set(hang_report.parse_ranges(needs))
+            needed = set(rank_text.parse_ranges(needs))
             exits = [self._exits[rank] for rank in self._exits.keys() & needed]
             absent.update(report.rank for report in exits if report.sequences.get(group, -1) < sequence)
         for needs, receiver in messages:
-            senders = set(hang_report.parse_ranges(needs)) - {receiver}
+            senders = set(rank_text.parse_ranges(needs)) - {receiver}
             if all(rank in self._exits and now >= self._last_arrival(rank) for rank in senders):
                 absent |= senders
         return sorted(absent)
@@ -407,12 +407,12 @@ class Coordinator:
     def _answer(self, query: protocol.MissingQuery, statuses: Mapping[int, Status], rows: Mapping[int, Status]) -> None:
         missing = {}
         group, sequence = query.operation.group, query.operation.sequence or 0
-        for rank in hang_report.parse_ranges(query.needs):
+        for rank in rank_text.parse_ranges(query.needs):
             status = statuses.get(rank)
             if not isinstance(status, RankStatus) or status.sequences.get(group, -1) < sequence:
                 missing[rank] = rows[rank]
         number, table = query.operation.number, self._table(missing)
-        self._send(protocol.MissingAnswer(query.rank, number, hang_report.ranges(missing), table))
+        self._send(protocol.MissingAnswer(query.rank, number, rank_text.ranges(missing), table))
 
     # -- aborting the job ----------------------------------------------------------------------------------------
 
@@ -445,7 +445,7 @@ class Coordinator:
         elif rank not in self._failed:
             self._failed.add(rank)
             self._actions.append(SendToParent(protocol.RankFinished(rank, has_failed=True)))
-            self._send(protocol.RanksFailed({str(rank): reason or f"it {event}"}))
+            self._send(protocol.ContinueWithout({str(rank): reason or f"it {event}"}))
 
     def _abort_for_exits(self, absent: list[int], rows: Mapping[int, Status], now: float) -> None:
         is_one = len(absent) == 1
@@ -455,7 +455,7 @@ class Coordinator:
 
     def _abort_for_timeout(self, late: protocol.TimedOut, rows: Mapping[int, Status], now: float) -> None:
         silent = [rank for rank, row in rows.items() if isinstance(row, NotResponding)]
-        operation = hang_report.operation(late.operation)
+        operation = rank_text.describe_operation(late.operation)
         cause = f"{self._name([late.rank])} timed out after {late.timeout:g} s in {operation}"
         cause += f"; not responding: {self._name(silent)}" if silent else ""
         self._abort(cause, _DUMP_SECONDS, now, details=f"{self._table(rows)}\n{late.files}")
@@ -485,7 +485,7 @@ class Coordinator:
         return hang_report.table(rows, self._hosts)
 
     def _name(self, ranks: Sequence[int]) -> str:
-        return hang_report.full_name(ranks, self._hosts)
+        return rank_text.full_name(ranks, self._hosts)
 
 
 def _describe(late: protocol.PossibleHang) -> str:

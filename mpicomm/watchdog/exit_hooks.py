@@ -8,9 +8,7 @@ status to the others, and the job is aborted if they wait for the rank.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
 import functools
 import os
 import sys
@@ -23,24 +21,19 @@ from typing import Any, NoReturn
 
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError
 from mpicomm.recorder import flight_recorder
-from mpicomm.watchdog import signals
+from mpicomm.watchdog import error_output, signals
 
 _LATER_FAILURE_WAIT = 2.0  # seconds that later failing ranks wait while the first one prints and aborts
 _BRIEF_RANKS = 8  # ranks that repeat rank 0's error in one line: its output may be in another file
 _OTHER_RANKS_WAIT = 10.0  # seconds after which the others do: only if rank 0's error has not ended them
 _PRINTING_SECONDS = 0.2  # launchers forward output by pipes; output in flight at the abort may be lost
-_CLAIM_SECONDS = 2.0  # the longest wait for the answer of rank 0's store
-_TURN_SECONDS = 2.0  # a rank that reports in place of rank 0 waits so much longer than the rank before it
-
-MAX_REPORTERS = 8
-"""How many ranks may report in place of rank 0."""
 
 _OUTERMOST = ("<module>", "_run_module_as_main", "_bootstrap")
 """The outermost functions of a script, of `python -m`, and of a thread."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Hook:
+class ExceptHook:
     """A `sys.excepthook` that aborts the job when an exception ends its rank."""
 
     rank: int
@@ -90,11 +83,11 @@ class Hook:
 
     def _print_message(self, error: BaseException, is_on_all_ranks: bool) -> None:
         if self.rank == 0:
-            print_stderr(f"mpicomm.{type(error).__name__}: {error}\n")
+            error_output.print_stderr(f"mpicomm.{type(error).__name__}: {error}\n")
         elif isinstance(error, LaunchError) and not is_on_all_ranks:
             # Usually rank 0 has the same error, and the launcher ends this rank before it prints.
             time.sleep(_LATER_FAILURE_WAIT if self.rank < _BRIEF_RANKS else _OTHER_RANKS_WAIT)
-            print_stderr(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
+            error_output.print_stderr(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
 
     def _end(self) -> None:
         if self.abort is not None and self.size > 1:
@@ -107,15 +100,17 @@ class Hook:
             name += f", thread {threading.current_thread().name},"
         if self.size > 1 and not self.is_first():
             time.sleep(_LATER_FAILURE_WAIT)
-            print_stderr(f"[mpicomm] {name} also failed: {traceback.format_exception_only(kind, error)[-1]}")
+            error_output.print_stderr(
+                f"[mpicomm] {name} also failed: {traceback.format_exception_only(kind, error)[-1]}"
+            )
         elif self.previous is not sys.__excepthook__:
-            print_stderr(f"[mpicomm] {name} failed:\n")
+            error_output.print_stderr(f"[mpicomm] {name} failed:\n")
             self.previous(kind, error, trace)
         elif self.size == 1:
             self.previous(kind, error, trace)
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
-            print_stderr(f"[mpicomm] {name} failed; aborting the job:\n{text}")
+            error_output.print_stderr(f"[mpicomm] {name} failed; aborting the job:\n{text}")
 
 
 def _continues() -> bool:
@@ -140,7 +135,7 @@ def _is_helper(thread: threading.Thread | None) -> bool:
     return thread is None or (thread.daemon and not flight_recorder.is_used_by(thread))
 
 
-_current: Hook | None = None
+_current: ExceptHook | None = None
 
 
 def arm(
@@ -156,7 +151,7 @@ def arm(
     # Replacing also removes torch's hook, installed on top to print the rank: this hook prints the rank, too.
     previous = _current.previous if _current else sys.excepthook
     previous_of_threads = _current.previous_of_threads if _current else threading.excepthook
-    _current = Hook(rank, size, hostname, abort, is_first, is_formed, previous, previous_of_threads)
+    _current = ExceptHook(rank, size, hostname, abort, is_first, is_formed, previous, previous_of_threads)
     sys.excepthook = _current
     threading.excepthook = _current.of_thread
     signals.catch_crashes()  # a crash in C code then prints a traceback, too
@@ -249,48 +244,3 @@ def _ends_by(printed: BaseException | None) -> bool:
     """Return whether a printed exception ended the program, and not only a line at a prompt within the program."""
     trace = None if printed is None else printed.__traceback__
     return trace is not None and trace.tb_frame.f_back is None and not _is_at_prompt()
-
-
-def claim_in(store: Any, rank: int) -> Callable[[], bool]:
-    """Return a function that claims the report of the cause: it returns whether this rank is the first.
-
-    Args:
-        store: The store of the job, a `torch.distributed.Store`.
-    """
-
-    def ask(answers: list[bool]) -> None:
-        with contextlib.suppress(RuntimeError):  # rank 0 and its store have exited
-            # A separate connection, since another thread may be waiting on the store. It is opened only now, since each
-            # connection is an open file of rank 0, which may have thousands of ranks.
-            private = store.clone()
-            private.set_timeout(datetime.timedelta(seconds=_CLAIM_SECONDS))
-            answers.append(private.add("mpicomm/failures", 1) == 1)
-
-    def is_first() -> bool:
-        answers: list[bool] = []
-        # If rank 0 is stopped (SIGSTOP), the store never answers and ignores its timeout: hence a thread.
-        asking = threading.Thread(target=ask, args=(answers,), daemon=True)
-        asking.start()
-        asking.join(_CLAIM_SECONDS)
-        if not answers:
-            time.sleep(turn_of(rank))  # meanwhile a lower rank may report the cause and abort the job
-        return answers[0] if answers else True  # two reports are better than none
-
-    return is_first
-
-
-def turn_of(rank: int) -> float:
-    """Return how many seconds a rank waits for lower ranks to report, when rank 0 does not respond."""
-    return _TURN_SECONDS * min(max(rank - 1, 0), MAX_REPORTERS)
-
-
-def print_stderr(text: str) -> None:
-    """Write to stderr in one piece, so that the lines of several ranks do not interleave."""
-    with contextlib.suppress(Exception):  # a failing stream must not keep the rank from aborting the job
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.stderr: torch's hook replaces it by a buffer that it prints only after the job has been aborted, and
-        # pytest by a file. In a job, mpicomm.testing.pytest_plugin lets sys.__stderr__ bypass that file.
-        stream = sys.__stderr__ or sys.stderr
-        stream.write(text)
-        stream.flush()

@@ -8,7 +8,7 @@ import dataclasses
 import threading
 
 _LIBRARY = "libnvidia-ml.so.1"
-_SECONDS = 0.3  # the caller waits so long for a reading; the first one, which starts NVML, may take longer
+_READ_SECONDS = 0.3  # the caller waits so long for a reading; the first one, which starts NVML, may take longer
 _PREFIXES = ("GPU-", "MIG-")
 
 
@@ -55,7 +55,7 @@ class GPUReader:
             return GPUReading()
         self._thread = threading.Thread(target=self._read, name="mpicomm-gpu", daemon=True)
         self._thread.start()
-        self._thread.join(_SECONDS)
+        self._thread.join(_READ_SECONDS)
         return GPUReading() if self._thread.is_alive() else self._last
 
     def _read(self) -> None:

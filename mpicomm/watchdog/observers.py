@@ -78,11 +78,11 @@ class Observers:
         for connection in list(self._observers):
             self._drop(connection)
 
-    def close_in_child(self) -> None:
+    def close_after_fork(self) -> None:
         """Close all descriptors in a forked child, but leave the job's file to the parent."""
-        self._server.close_in_child()
+        self._server.close_after_fork()
         for connection in self._observers:
-            connection.close_in_child()
+            connection.close_after_fork()
 
     def _admit(self, connection: Connection, messages: list[Message]) -> None:
         """Make a connection that has authenticated that of an observer, if there are not too many."""

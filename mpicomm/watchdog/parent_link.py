@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import MutableMapping
 
-from mpicomm.settings import HOST_TIMEOUT, PARENT
+from mpicomm.settings import HOST_TIMEOUT, PARENT_VARIABLE
 from mpicomm.watchdog import connection
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.protocol import JobStarted, RankFinished
@@ -52,12 +52,16 @@ def take_address(environ: MutableMapping[str, str]) -> str | None:
     A later call in the same process returns the same value.
     """
     global _address  # noqa: PLW0603
-    _address = environ.pop(PARENT, "") or _address
+    _address = environ.pop(PARENT_VARIABLE, "") or _address
     return _address
 
 
 def report_end(parent: Parent, name: str) -> None:
     """Report to `mpicomm run` that the ranks of a job of this name that are left have finished.
+
+    `mpicomm run` waits for another rank 0 of this name when it loses the last one, and learns the name and the ranks of
+    a world only from `JobStarted`. So this rank, whatever its number was, reports a world of one rank, which has
+    finished.
 
     Raises:
         OSError: If `mpicomm run` cannot be reached.

@@ -145,7 +145,7 @@ class RankDied(FromRank):
     crash: Crash | None  # its last message, if a signal has ended its process that it could report itself
 
 
-class RankFailed(FromRank):
+class RankAborts(FromRank):
     """The rank prints its error and aborts the job itself."""
 
 
@@ -170,7 +170,7 @@ class GroupBroken(Message):
 
 
 class JobStarted(Message):
-    """The job has been formed, or continues after a failure; `hosts` has each host's ranks (`hang_report.ranges`)."""
+    """The job has been formed, or continues after a failure; `hosts` has each host's ranks (`rank_text.ranges`)."""
 
     hosts: dict[str, str]
     name: str = ""
@@ -213,7 +213,7 @@ class StatusRequest(Message):
 
 
 class StatusComplete(Message):
-    """All reports have been sent; `hosts` has each host's ranks (`hang_report.ranges`)."""
+    """All reports have been sent; `hosts` has each host's ranks (`rank_text.ranges`)."""
 
     hosts: dict[str, str]
 
@@ -235,8 +235,8 @@ class CollectStatus(Message):
     usage: bool = False
 
 
-class RanksFailed(Message):
-    """Ranks have failed, and the others continue without them; by rank, as text: why it failed.
+class ContinueWithout(Message):
+    """Ranks have failed, and the others continue without them: `reasons` by rank, as text.
 
     Rank 0 sends it, and every hub whose connection to rank 0 is lost.
     """

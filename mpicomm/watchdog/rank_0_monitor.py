@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpicomm.arguments import Deadline
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import hang_report, rank_text
 from mpicomm.recorder.status import Crash
-from mpicomm.watchdog import exit_hooks
+from mpicomm.watchdog import error_output
 from mpicomm.watchdog.channel import RankInfo
 from mpicomm.watchdog.protocol import COLLECT_SECONDS, LONGEST_GAP, LateOperation, PossibleHang, TimedOut
 
@@ -34,7 +34,7 @@ class Rank0Monitor:
     def turn(self) -> float:
         """Seconds that this rank waits for other ranks to act in place of rank 0."""
         behind = 0.0 if self._place.hub == 0 else COLLECT_SECONDS
-        return exit_hooks.turn_of(self._place.rank) + behind
+        return error_output.turn_of(self._place.rank) + behind
 
     def remedy(self, *, recovers: bool) -> str:
         """Return the next step if the connection to the hub is lost; otherwise an empty text.
@@ -81,12 +81,12 @@ class Rank0Monitor:
             return f"{self._hub_name()} died: {hang_report.cause_of_loss(lost, crash)}"
         return self._describe_missing_response(TimedOut, self.turn)
 
-    def cause_of_report(self) -> str:
-        """Return why this rank must report a possible hang now; empty if it need not."""
+    def take_cause_of_report(self) -> str:
+        """Return, once for each request, why this rank must report a possible hang now; empty if it need not."""
         cause = "" if self._lost is not None else self._describe_missing_response(PossibleHang, 0.0)
         if cause:
             self._response_due = None
-        return cause if self._place.rank == 1 else ""
+        return cause if self._place.rank == 1 else ""  # every rank may wait for rank 0: one prints for all
 
     def _describe_missing_response(self, kind: type[LateOperation], delay: float) -> str:
         if self._response_due is None or not isinstance(self._request, kind):
@@ -100,4 +100,4 @@ class Rank0Monitor:
         return f"{self._hub_name()} has not responded for {seconds:.0f} s{': ' if state else ''}{state}"
 
     def _hub_name(self) -> str:
-        return hang_report.full_name([self._place.hub], self._place.hosts)
+        return rank_text.full_name([self._place.hub], self._place.hosts)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mpicomm import mpi
 from mpicomm.errors import RankFailedError
-from mpicomm.recorder import flight_recorder, hang_report
+from mpicomm.recorder import flight_recorder, rank_text
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -41,6 +41,9 @@ class RankFailures:
         self.has_any = threading.Event()
         """Whether a rank has failed."""
 
+        self.is_aborting = False
+        """Whether the job is being aborted: the ranks that the abort ends first must not be recovered from."""
+
     @property
     def ranks(self) -> list[int]:
         """The ranks that are known to have failed."""
@@ -66,9 +69,9 @@ class RankFailures:
         if not ranks:
             return "a rank failed"
         reasons = dict.fromkeys(self._reasons.get(rank, _UNKNOWN) for rank in ranks)
-        return f"{hang_report.full_name(ranks, self._hosts)} failed: {'; '.join(reasons)}"
+        return f"{rank_text.full_name(ranks, self._hosts)} failed: {'; '.join(reasons)}"
 
-    def find(self) -> bool:
+    def wait_until_known(self) -> bool:
         """Wait until it is known which rank has failed; return whether one has.
 
         On a busy machine, or while the watchdogs start, this rank may know only that another one has revoked the
@@ -102,8 +105,8 @@ _current: RankFailures | None = None
 
 
 def current() -> RankFailures | None:
-    """Return the failures of the current world; None if a failure aborts the job."""
-    return _current
+    """Return the failures of the current world; None if a failure aborts the job, or the job is being aborted."""
+    return None if _current is None or _current.is_aborting else _current
 
 
 def set_current(failures: RankFailures | None) -> None:
@@ -114,15 +117,15 @@ def set_current(failures: RankFailures | None) -> None:
 
 def error_after(error: Exception) -> RankFailedError | None:
     """Return the error to raise in place of one of an operation, if a rank has failed; else None."""
-    if _current is None or isinstance(error, RankFailedError):
+    if (failures := current()) is None or isinstance(error, RankFailedError):
         return None
     # Other errors may be those of the program.
     may_be_failure = isinstance(error, (mpi.api().Exception, ProcessLookupError))
-    has_failed = _current.find() if may_be_failure else _current.has_any.is_set()
-    return _current.error() if has_failed else None
+    has_failed = failures.wait_until_known() if may_be_failure else failures.has_any.is_set()
+    return failures.error() if has_failed else None
 
 
-def check(error: Exception | None) -> None:
+def raise_if_failed(error: Exception | None) -> None:
     """Raise RankFailedError if a rank has failed.
 
     Args:
@@ -134,6 +137,7 @@ def check(error: Exception | None) -> None:
     if error is not None:
         failed = error_after(error)
     else:
-        failed = _current.error() if _current is not None and _current.has_any.is_set() else None
+        failures = current()
+        failed = failures.error() if failures is not None and failures.has_any.is_set() else None
     if failed is not None:
         raise failed from error

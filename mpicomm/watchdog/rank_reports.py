@@ -1,29 +1,26 @@
-"""What a rank reports to rank 0: its long operations, its exit, and, as a hub, the ranks that do not answer it."""
+"""The reports of a rank to rank 0: its long operations, its status, and its exit."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mpicomm.arguments import Deadline
 from mpicomm.json_messages import Message
-from mpicomm.recorder import flight_recorder, hang_report
+from mpicomm.recorder import flight_recorder, rank_text, stream_queue
 from mpicomm.recorder.flight_recorder import Operation
-from mpicomm.recorder.status import NotResponding, RankStatus, Usage
+from mpicomm.recorder.status import RankStatus, Usage
 from mpicomm.watchdog import exit_hooks, local_processes, protocol
-from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.nvml import GPUReader
-from mpicomm.watchdog.protocol import COLLECT_SECONDS, LONGEST_GAP, LocalProcess, RankExited, StatusReport
+from mpicomm.watchdog.protocol import LONGEST_GAP, RankExited
 
 WAIT_LIMIT = 5.0
 """Seconds that a rank waits for another rank that has exited normally, before the watchdog aborts the job."""
 
 _MAX_RUNNING = 8  # the most running operations in a status
 _TAKE_DOWN_SECONDS = 60.0  # time limit for destroying each process group once all ranks have exited
-_ANSWER_SECONDS = 2.0  # time limit for the ranks of a hub to answer it; shorter than that of rank 0
 
 
 class OperationMonitor:
@@ -54,22 +51,21 @@ class OperationMonitor:
 
     def check(self, now: float) -> None:
         """Report the operations that have become late; called once a second."""
-        flight_recorder.refresh_streams()
-        for operation in self.running():
+        stream_queue.refresh_all()
+        self.report_ended_waits()
+        for operation in flight_recorder.running():
             self._check_operation(operation, now)
 
-    def running(self) -> list[Operation]:
-        """Return the operations for which this rank waits; report to rank 0 which reported operations have ended."""
-        running = flight_recorder.running()
-        for number in self._reported.keys() - {operation.number for operation in running}:
+    def report_ended_waits(self) -> None:
+        """Report the operations that have ended since they were reported."""
+        for number in self._reported.keys() - {operation.number for operation in flight_recorder.running()}:
             del self._reported[number]
             self._report(protocol.WaitEnded(self._rank, number))
-        return running
 
     def status(self, now: float, *, with_usage: bool = False) -> RankStatus:
         """Return the status of this rank: its operations, and where its main thread is."""
         last = flight_recorder.last()
-        running = sorted(self.running(), key=lambda operation: operation.number)
+        running = sorted(flight_recorder.running(), key=lambda operation: operation.number)
         return RankStatus(
             [operation.describe(now) for operation in running[:_MAX_RUNNING]],
             None if last is None else last.describe(now),
@@ -104,7 +100,7 @@ class OperationMonitor:
         reported = self._reported.setdefault(operation.number, set())
         if kind not in reported:
             reported.add(kind)
-            needs = hang_report.ranges(operation.needs)
+            needs = rank_text.ranges(operation.needs)
             self._report(kind(self._rank, operation.describe(now), needs, *arguments))
 
 
@@ -158,68 +154,3 @@ def _has_program_ended() -> bool:
     if threading.main_thread().is_alive() or not exit_hooks.exit_status():
         return False
     return not flight_recorder.is_used_by_a_thread() and not flight_recorder.has_open_collectives()
-
-
-class ConnectedRanks:
-    """The children of this rank, which it answers for if they do not respond, and its hub."""
-
-    def __init__(self, place: RankInfo, channel: Channel, report: Callable[[StatusReport], None]) -> None:
-        """Create the record.
-
-        Args:
-            report: Sends a message to rank 0.
-        """
-        self._place = place
-        self._channel = channel
-        self._report = report
-        self._collections: dict[int, tuple[float, set[int]]] = {}  # deadline, and ranks yet to answer
-
-    @property
-    def is_collecting(self) -> bool:
-        """Whether a child has yet to report its status."""
-        return bool(self._collections)
-
-    def start_collection(self, number: int, now: float) -> None:
-        """Start the deadline for the status reports of the children."""
-        if self._channel.children:
-            self._collections[number] = (now + _ANSWER_SECONDS, set(self._channel.children))
-
-    def record_status(self, report: StatusReport) -> None:
-        """Record that a rank has answered a collection."""
-        if report.number in self._collections:
-            self._collections[report.number][1].discard(report.rank)
-
-    def close_collections(self, now: float) -> None:
-        """Answer for the children that have not answered in time."""
-        for number, (deadline, silent) in list(self._collections.items()):
-            if silent and now < deadline:
-                continue
-            del self._collections[number]
-            for rank in silent & self._channel.children.keys():
-                seconds = now - self._channel.children[rank].received_at
-                self._report(StatusReport(rank, number, NotResponding(seconds, self.state_of(rank))))
-
-    def state_of(self, rank: int) -> str:
-        """Return the state of a rank's process according to /proc; empty for a process on another host."""
-        process = self._local_processes().get(rank)
-        return "" if process is None else local_processes.state_of(process.pid)
-
-    def kill_unresponsive(self, *, with_hub: bool) -> None:
-        """Kill the ranks of this host that cannot end themselves.
-
-        Args:
-            with_hub: Whether the hub does not respond either.
-        """
-        latest = time.monotonic() - COLLECT_SECONDS
-        silent = {rank for rank, child in self._channel.children.items() if child.received_at < latest}
-        if with_hub:
-            silent.add(self._place.hub)
-        for rank, process in self._local_processes().items():
-            if rank in silent or local_processes.is_stopped(process.pid):
-                local_processes.kill(process)
-
-    def _local_processes(self) -> dict[int, LocalProcess]:
-        """Return the processes of this host whose pid is known, by rank."""
-        here = self._place.nodes[self._place.rank]
-        processes = self._channel.processes.items()
-        return {rank: process for rank, process in processes if self._place.nodes[rank] == here}

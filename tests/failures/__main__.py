@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.reports import result_files
 from tests.compat import results
 from tests.failures import analyser, ways
@@ -153,7 +153,7 @@ def _cells(raw: dict[str, Any]) -> list[str]:
 
 def _named(raw: dict[str, Any]) -> str:
     if raw["named"]:
-        return hang_report.called(raw["named"])
+        return rank_text.name_ranks(raw["named"])
     return "no rank: the launcher was faster" if raw["status"] else "no rank"
 
 

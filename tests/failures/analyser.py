@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from mpicomm.reports import result_files
 from tests.failures import ways
 from tests.failures.ways import Way
@@ -59,7 +59,7 @@ class Verdict:
     output: str
 
     def __str__(self) -> str:
-        return self.reason if not self.ranks else f"{hang_report.called(self.ranks)}: {self.reason}"
+        return self.reason if not self.ranks else f"{rank_text.name_ranks(self.ranks)}: {self.reason}"
 
 
 def analyse(folder: Path) -> Verdict:

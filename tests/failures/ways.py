@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import rank_text
 from tests.launching import Outcome, run_command
 from tests.time_limits import scaled
 
@@ -463,7 +463,7 @@ def _odd_ones(lines: Sequence[str]) -> set[int]:
 
 
 def _ranks(text: str) -> set[int]:
-    return set(hang_report.parse_ranges(re.sub("ranks? ", "", text)))
+    return set(rank_text.parse_ranges(re.sub("ranks? ", "", text)))
 
 
 def described_status(status: int | None) -> str:

@@ -30,7 +30,7 @@ from mpicomm.recorder import flight_recorder
 from mpicomm.recorder.status import OperationInfo, RankStatus
 from mpicomm.watchdog import connection as connections
 from mpicomm.watchdog import protocol
-from mpicomm.watchdog.agent import Limits, Watchdog
+from mpicomm.watchdog.agent import Watchdog, WatchdogSettings
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
 from tests.time_limits import wait_until
@@ -102,7 +102,9 @@ class Noted(Watchdog):
                 return True
             return False
 
-        super().__init__(RankInfo(rank, job.hosts, job.nodes, job.hubs), channel, Limits(seconds, None), end, claim)
+        super().__init__(
+            RankInfo(rank, job.hosts, job.nodes, job.hubs), channel, WatchdogSettings(seconds, None), end, claim
+        )
         self._job = job
 
     def print_report(self, text: str) -> None:

@@ -49,7 +49,7 @@ def test_the_same_as_json() -> None:
     assert [(each["rank"], each["local_rank"], each["uuid"]) for each in found["ranks"]] == [(0, 0, ""), (1, 1, "")]
     for each in found["ranks"]:
         assert (each["environment"]["RANK"], each["environment"]["WORLD_SIZE"]) == (str(each["rank"]), "2")
-        assert set(job_info.hang_report.parse_ranges(each["cpus"])) <= os.sched_getaffinity(0)
+        assert set(job_info.rank_text.parse_ranges(each["cpus"])) <= os.sched_getaffinity(0)
 
 
 @pytest.mark.each_mpi

@@ -13,8 +13,8 @@ MUTANTS = [
     ),
     Mutant(
         "start_seconds",
-        old="_START_SHARE * _session().request.limit.total_seconds()",
-        new="_session().request.limit.total_seconds()",
+        old="_START_SHARE * _session().request.operation_timeout.total_seconds()",
+        new="_session().request.operation_timeout.total_seconds()",
         fault="A cluster may take as long to start as the operations in which the other ranks wait for it.",
         tests="tests/launch/test_serving.py -k wait_until",
     ),
@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     Mutant(
         "_wait_for_rank_0",
-        old="rank_failures.check(None)",
+        old="rank_failures.raise_if_failed(None)",
         fault="Ranks that serve rank 0 do not recover with the others after a failure.",
         tests="tests/recovery/test_recovery.py -k serve",
     ),

@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         "mpi.initialize",
-        old="_keep_connection()",
+        old="_hide_launcher_connection()",
         fault="A program that a rank starts, and that uses MPI alone, waits in MPI_Init of Open MPI.",
         tests="tests/launch/test_children.py -k a_rank_starts",
     ),
@@ -290,7 +290,7 @@ for operation in flight_recorder.running():
         tests="tests/unit/test_signals.py -k test_a_process_without_a_handler_ends_by_sigterm",
     ),
     Mutant(
-        "Hook._fail",
+        "ExceptHook._fail",
         old="isinstance(error, LaunchError) and not self.is_formed()",
         new="isinstance(error, LaunchError)",
         fault="A LaunchError after bootstrap() is followed by a report that a rank died.",
@@ -304,7 +304,7 @@ for operation in flight_recorder.running():
         tests="tests/unit/test_exit_status.py -k launch_error",
     ),
     Mutant(
-        "Hook.__call__",
+        "ExceptHook.__call__",
         old="os.getpid() != self.pid",
         new="False",
         fault="An exception in a forked child of a rank ends the whole job.",
@@ -483,14 +483,14 @@ if answers and all(answers) and number in _STOPS:
     ),
     # -- startup --------------------------------------------------------------------------------------------
     Mutant(
-        "_prove",
+        "_find_reachable_address",
         old="all",
         new="any",
         fault="The store listens on an address that one node can reach, but not every node.",
         tests="tests/unit/test_rendezvous.py -k test_a_place_is_chosen_that_every_node_reaches",
     ),
     Mutant(
-        "NamingBarrier.missing",
+        "ReportingBarrier.missing",
         old="enumerate(self._reached)",
         new="enumerate(self._reached[:-1])",
         fault="Rank 0 does not wait for the last rank, and therefore never reports it as missing.",
@@ -547,13 +547,13 @@ opened.environ[name] = os.environ.get(name)
     ),
     Mutant(
         "_make_group",
-        old="opened.request.limit",
-        new="StartRequest().limit",
+        old="opened.request.operation_timeout",
+        new="StartRequest().operation_timeout",
         fault="The process group does not get the timeout passed to bootstrap().",
         tests="tests/launch/test_leaving.py -k deadlock",
     ),
     Mutant(
-        "restore_environ",
+        "Session.close",
         old="""
 if before is None:
     os.environ.pop(name, None)
@@ -829,7 +829,7 @@ else:
     Mutant(
         "bytes_per_second",
         old="each.end is not None and each.end > since",
-        new="each.called > since",
+        new="each.called_at > since",
         fault="The rate of bytes counts operations that still run.",
         tests="tests/unit/test_flight_recorder.py -k the_rate_counts",
     ),
@@ -986,7 +986,7 @@ else:
         tests="tests/launch/test_timeline.py -k other_directories",
     ),
     Mutant(
-        "notice.seconds_before",
+        "start_timer.seconds_before_notice",
         old="limit / 2",
         new="limit",
         fault="With a short timeout, bootstrap() fails before it prints which ranks are absent.",

@@ -8,10 +8,24 @@ _JOB = "tests/recovery -k test_ranks_die_and_the_others_continue"
 
 MUTANTS = [
     Mutant(
-        "RankFailures.find",
+        "RankFailures.wait_until_known",
         old="mpi.poll(self._is_known, _NAME_SECONDS)",
         fault="On a busy machine, the error of an operation does not name the rank that has failed.",
         tests="tests/unit/test_rank_failures.py -k busy_watchdog",
+    ),
+    Mutant(
+        "rank_failures.current",
+        old="_current is None or _current.is_aborting",
+        new="_current is None",
+        fault="While the job is being aborted, operations ask to recover from the ranks that the abort has ended.",
+        tests="tests/unit/test_rank_failures.py -k being_aborted",
+    ),
+    Mutant(
+        "Session.close",
+        old="if not recovers: rank_failures.set_current(None)",
+        new="rank_failures.set_current(None)",
+        fault="While the ranks form the next world, operations raise errors of MPI in place of RankFailedError.",
+        tests="tests/unit/test_rank_failures.py -k until_the_next_world",
     ),
     Mutant(
         "assign",
@@ -37,7 +51,7 @@ MUTANTS = [
     Mutant(
         "create",
         old="None if last.job.is_spare else last.world.rank",
-        new="job.topology.rank",
+        new="job.rank_topology.rank",
         fault="After a recovery, a rank's previous rank is its new one, also on a spare that has joined.",
         tests=_JOB,
     ),
@@ -90,8 +104,8 @@ MUTANTS = [
         tests=_JOB,
     ),
     Mutant(
-        "check",
-        old="_current.error() if _current is not None and _current.has_any.is_set() else None",
+        "raise_if_failed",
+        old="failures.error() if failures is not None and failures.has_any.is_set() else None",
         new="None",
         fault="Ranks that serve rank 0 wait on when a rank has failed.",
         tests="tests/recovery -k ranks_that_serve_rank_0",

@@ -271,7 +271,7 @@ while self._comms:
         tests="tests/launch/test_exit.py -k several",
     ),
     Mutant(
-        "NamingBarrier.missing",
+        "ReportingBarrier.missing",
         old="number < self._number",
         new="not number",
         fault="A rank that was late at one monitored barrier counts as present at the next.",

@@ -52,8 +52,8 @@ MUTANTS = [
         tests="tests/unit/test_channel.py -k close_closes_all",
     ),
     Mutant(
-        "Channel.close_in_child",
-        old="connection.close_in_child()",
+        "Channel.close_after_fork",
+        old="connection.close_after_fork()",
         fault="The exit of a rank is not detected as long as a child process that it forked is running.",
         tests="tests/unit/test_channel.py -k hide_the_end_of_a_rank",
     ),
@@ -228,7 +228,7 @@ MUTANTS = [
     ),
     Mutant(
         "StartRequest.check_repeats",
-        old="self.timeout is not None and self.limit == first.limit",
+        old="self.timeout is not None and self.operation_timeout == first.operation_timeout",
         new="False",
         fault="A second bootstrap() with the same timeout in another unit is refused.",
         tests="tests/launch/test_arguments.py -k number_of_seconds",
@@ -241,7 +241,7 @@ MUTANTS = [
         tests="tests/launch/test_torchrun.py -k COMM_WORLD",
     ),
     Mutant(
-        "notice.report",
+        "start_timer.report",
         old="min(filter(_may_print, waiting_ranks), default=None)",
         new="min(waiting_ranks, default=None)",
         fault="In a job of many nodes, one rank of each node prints a notice about absent ranks.",
@@ -292,7 +292,7 @@ MUTANTS = [
     ),
     Mutant(
         "mpi_job._form",
-        old="position = topology.from_nodes(comm.rank, agreed.nodes[: agreed.size], agreed.hosts[: agreed.size])",
+        old="rank_topology = topology.from_nodes(comm.rank, agreed.nodes[: agreed.size], agreed.hosts[: agreed.size])",
         new="pass",
         fault="The World counts the spares as ranks.",
         tests="tests/recovery -k test_ranks_die_and_the_others_continue",
@@ -319,7 +319,7 @@ MUTANTS = [
         tests="tests/unit/test_durations.py -k suspension",
     ),
     Mutant(
-        "torch_compatibility.explained",
+        "torch_compatibility.blame_untested_torch",
         old="except (MpicommError, dist.DistError):",
         new="except MpicommError:",
         fault="With a new version of torch, a failure of the network is reported as an incompatibility.",
@@ -394,7 +394,7 @@ MUTANTS = [
         tests="tests/unit/test_rank_reports.py -k half_of_its_timeout",
     ),
     Mutant(
-        "OperationMonitor.running",
+        "OperationMonitor.report_ended_waits",
         old="self._report(protocol.WaitEnded(self._rank, number))",
         fault="Rank 0 reports a hang of an operation that has ended.",
         tests="tests/unit/test_rank_reports.py -k was_reported",

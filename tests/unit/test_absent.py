@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.job.notice import Process, Waiting, hosts_of_job, report
+from mpicomm.job.start_timer import Process, Waiting, hosts_of_job, report
 from tests.launching import run_alone
 
 WAITING = Waiting(
@@ -103,14 +103,14 @@ def test_it_is_printed_while_the_gil_is_held_and_not_after_the_block() -> None:
     code = """
 import ctypes, os, sys
 from mpicomm.launch import detect
-from mpicomm.job import notice
+from mpicomm.job import start_timer
 launch = detect.detect(os.environ)
 reading, writing = os.pipe()
 os.dup2(writing, 2)
 text = ctypes.create_string_buffer(10_000)
-with notice.after(0.2, launch, "the first", 60):
+with start_timer.report_missing_after(0.2, launch, "the first", 60):
     pass
-with notice.after(0.3, launch, "the second", 60):
+with start_timer.report_missing_after(0.3, launch, "the second", 60):
     ctypes.PyDLL(None).read(reading, text, len(text))  # keeps the GIL, as MPI_Init does
 sys.stdout.write(text.value.decode())
 """

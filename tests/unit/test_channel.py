@@ -24,7 +24,7 @@ from mpicomm.watchdog import connection as connections
 from mpicomm.watchdog import local_processes, protocol
 from mpicomm.watchdog.channel import Channel, ChannelEvent
 from mpicomm.watchdog.connection import Connection
-from mpicomm.watchdog.protocol import CollectStatus, DumpFailed, GroupBroken, LocalProcess, RankFailed
+from mpicomm.watchdog.protocol import CollectStatus, DumpFailed, GroupBroken, LocalProcess, RankAborts
 from tests.time_limits import scaled
 
 TOKEN = bytes(range(32))
@@ -67,7 +67,7 @@ def frame(text: bytes) -> bytes:
     return struct.pack("!I", len(text)) + text
 
 
-MESSAGE = RankFailed(7)
+MESSAGE = RankAborts(7)
 FRAME = frame(json_messages.encode(MESSAGE))
 
 
@@ -291,8 +291,8 @@ def test_a_sender_of_garbage_is_lost_and_the_others_continue(garbage: bytes) -> 
             assert event.rank == 1
             assert event.lost.startswith("sent ")
             assert pump(lambda: is_closed(raw), opened.hub) == []
-            other.send_up(RankFailed(2))
-            assert take(opened.hub, 1) == [ChannelEvent(2, RankFailed(2))]
+            other.send_up(RankAborts(2))
+            assert take(opened.hub, 1) == [ChannelEvent(2, RankAborts(2))]
             opened.hub.send_down(MESSAGE)
             assert take(other, 1) == [ChannelEvent(None, MESSAGE)]
 
@@ -489,7 +489,7 @@ def test_another_thread_wakes_poll() -> None:
         assert hub.poll(SECONDS) == []
         assert time.monotonic() - start < SECONDS / 2
         waker.join()
-        assert hub.woken == b"\0"
+        assert hub.take_woken() == b"\0"
 
 
 def test_frequent_wakeups_do_not_block() -> None:
@@ -497,7 +497,7 @@ def test_frequent_wakeups_do_not_block() -> None:
         for _ in range(100_000):
             alone.wake()
         pump(lambda: not select.select([alone._woken], [], [], 0)[0], alone)
-        assert alone.woken.count(b"\0") > 100
+        assert alone.take_woken().count(b"\0") > 100
     alone.wake()  # closed: no thread waits in poll()
 
 
@@ -825,23 +825,23 @@ def forked(in_child: Callable[[], Any]) -> Iterator[None]:
 
 
 def test_a_forked_child_that_forgets_does_not_disturb_the_channel() -> None:
-    with family(1, 2) as (hub, children), forked(hub.close_in_child):
+    with family(1, 2) as (hub, children), forked(hub.close_after_fork):
         hub.send_down(MESSAGE)
         assert [take(child, 1) for child in children.values()] == [[ChannelEvent(None, MESSAGE)]] * 2
         children[1].send_up(MESSAGE)
         assert take(hub, 1) == [ChannelEvent(1, MESSAGE)]
         hub.wake()
         assert hub.poll(SECONDS) == []
-        assert hub.woken == b"\0"
+        assert hub.take_woken() == b"\0"
 
 
 def test_a_hub_that_listens_still_does_after_a_child_forgot() -> None:
-    with office(1) as opened, forked(opened.hub.close_in_child):
+    with office(1) as opened, forked(opened.hub.close_after_fork):
         opened.raw(1)
 
 
 def test_a_forked_child_that_forgets_does_not_hide_the_end_of_a_rank() -> None:
-    with family(1) as (hub, children), forked(children[1].close_in_child):
+    with family(1) as (hub, children), forked(children[1].close_after_fork):
         children[1].close()
         assert take(hub, 1) == [ChannelEvent(1, lost="closed")]
 
@@ -851,8 +851,8 @@ def test_forgetting_closes_all_descriptors_in_the_child() -> None:
     with family(1) as (hub, children):
 
         def forget() -> None:
-            hub.close_in_child()
-            children[1].close_in_child()
+            hub.close_after_fork()
+            children[1].close_after_fork()
             left = {link for link in set(descriptors().values()) - before if not link.startswith("pipe:")}
             assert not left
 

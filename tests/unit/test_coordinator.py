@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from mpicomm.json_messages import Message
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import hang_report, rank_text
 from mpicomm.recorder.hang_report import CRASH_REMEDY, DEATH_REMEDY, HOST_REMEDY
 from mpicomm.recorder.status import Crash, ExitedRank, NotResponding, OperationInfo, RankStatus
 from mpicomm.watchdog import coordinator as coordinators
 from mpicomm.watchdog import protocol
-from mpicomm.watchdog.agent import Limits, Watchdog
+from mpicomm.watchdog.agent import Watchdog, WatchdogSettings
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.coordinator import (
     Abort,
@@ -55,7 +55,7 @@ TRANSIT = coordinators._TRANSIT_SECONDS
 REPORTER, DUMP = coordinators._REPORTER_SECONDS, coordinators._DUMP_SECONDS
 TWO_NODES = (0, 0, 1, 1)
 KILLED = hang_report.cause_of_loss("closed")
-ALL_RANKS = hang_report.ranges(range(SIZE))
+ALL_RANKS = rank_text.ranges(range(SIZE))
 
 
 class Court:
@@ -242,7 +242,7 @@ def test_a_cause_is_printed_although_claiming_it_fails(monkeypatch: pytest.Monke
     printed: list[str] = []
     monkeypatch.setattr(Watchdog, "print_report", lambda _, text: printed.append(text))
     place = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
-    watch = Watchdog(place, Channel(0, bytes(32)), Limits(HANG_SECONDS, None), os._exit, claim)
+    watch = Watchdog(place, Channel(0, bytes(32)), WatchdogSettings(HANG_SECONDS, None), os._exit, claim)
     watch._send_to_rank_0(protocol.RankDied(2, "closed", None))
     watch._run_once()
     error, report = printed
@@ -256,7 +256,7 @@ def test_a_rank_that_calls_os_exit_writes_its_files_before_it_ends(monkeypatch: 
     monkeypatch.setattr(Watchdog, "_send_to_ranks", lambda _, message: sent.append(message))
     monkeypatch.setattr(Watchdog, "print_report", lambda _, text: None)
     place = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
-    watch = Watchdog(place, Channel(0, bytes(32)), Limits(HANG_SECONDS, None), os._exit, lambda: True)
+    watch = Watchdog(place, Channel(0, bytes(32)), WatchdogSettings(HANG_SECONDS, None), os._exit, lambda: True)
     watch._send_to_rank_0(protocol.ExitingAtOnce(2, 3))
     watch._run_once()
     assert sent == [JobEnding(files=True), Acknowledgement(2)]
@@ -287,7 +287,7 @@ def test_reports_before_mpicomm_run_is_connected_are_repeated(court: Court) -> N
 def test_a_job_that_recovers_continues_without_a_rank_but_not_without_a_host() -> None:
     court = Court(nodes=TWO_NODES, recovers=True)
     court.lose(1)
-    assert court.to_all == [protocol.RanksFailed({"1": KILLED})]
+    assert court.to_all == [protocol.ContinueWithout({"1": KILLED})]
     assert court.to_parent == [protocol.RankFinished(1, has_failed=True)]
     court.receive(protocol.RankDied(2, os.strerror(errno.ETIMEDOUT), None))
     cause = "rank 2 of 4 on node1 died: its host is unreachable (Connection timed out)"
@@ -309,7 +309,7 @@ def test_a_job_that_recovers_continues_without_a_rank_that_got_sigterm() -> None
     court.receive(protocol.RankTerminated(2))
     court.lose(2)
     reason = "it was terminated by SIGTERM, which rank 0 did not receive"
-    assert court.to_all == [protocol.RanksFailed({"2": reason})]
+    assert court.to_all == [protocol.ContinueWithout({"2": reason})]
 
 
 def test_the_launcher_may_end_the_job_first_and_an_abort_is_repeated(court: Court) -> None:
@@ -352,7 +352,7 @@ def test_a_rank_that_calls_os_exit_is_named_and_gets_an_acknowledgement(court: C
 
 
 def test_a_rank_that_failed_and_then_died_reports_the_failure_itself(court: Court) -> None:
-    court.receive(protocol.RankFailed(2))
+    court.receive(protocol.RankAborts(2))
     court.lose(2)
     assert (court.printed, court.claims) == ([], 0)
     assert court.to_all == [JobEnding(files=False)]
@@ -622,7 +622,7 @@ def test_it_costs_little_that_many_wait(monkeypatch: pytest.MonkeyPatch) -> None
         parsed.append(text)
         return list(range(SIZE))
 
-    monkeypatch.setattr(hang_report, "parse_ranges", parse)
+    monkeypatch.setattr(rank_text, "parse_ranges", parse)
     court = Court()
     court.leave(3, sequence=99)
     for number in range(100):

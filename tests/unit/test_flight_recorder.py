@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import mpicomm
-from mpicomm.recorder import dump, flight_recorder
-from mpicomm.recorder.flight_recorder import RING, Group, Operation, StreamQueue
+from mpicomm.recorder import dump, flight_recorder, stream_queue
+from mpicomm.recorder.flight_recorder import RING, Group, Operation
+from mpicomm.recorder.stream_queue import StreamQueue
 from tests.time_limits import scaled
 
 HERE = Path(__file__).name
@@ -33,7 +34,7 @@ def empty_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_recorder, "_running", {})
     monkeypatch.setattr(flight_recorder, "_numbers", itertools.count())
     monkeypatch.setattr(flight_recorder, "_groups", {})
-    monkeypatch.setattr(flight_recorder, "_streams", [])
+    monkeypatch.setattr(stream_queue, "_queues", [])
     monkeypatch.setattr(flight_recorder, "_inner_files", set())
     monkeypatch.setattr(flight_recorder, "_users_files", set())
 
@@ -203,14 +204,14 @@ def test_an_operation_runs_until_it_is_finished() -> None:
     assert operation.start is not None
     assert flight_recorder.running() == [operation]
     operation.finish()
-    assert operation.called <= operation.start <= operation.end
+    assert operation.called_at <= operation.start <= operation.end
     assert flight_recorder.running() == []
     operation.finish()  # another thread may call it a second time
 
 
 def test_an_operation_may_begin_at_once() -> None:
     operation = note(group_of())
-    assert operation.start == operation.called
+    assert operation.start == operation.called_at
     assert flight_recorder.running() == [operation]
 
 
@@ -241,7 +242,7 @@ def test_the_ranks_that_an_operation_needs() -> None:
 
 def test_an_operation_is_described_to_others() -> None:
     operation = note(group_of("1", (4, 5, 6, 9), is_world=False), "broadcast", 3)
-    now = operation.called + 31.0
+    now = operation.called_at + 31.0
     line = line_here() - 2
     described = vars(operation.describe(now))
     assert described == {
@@ -466,20 +467,20 @@ def start(stream: StreamQueue, works: list[Work], number: int) -> list[Operation
 def test_operations_on_a_stream_end_one_after_the_other() -> None:
     stream, works = StreamQueue(group_of()), list[Work]()
     operations = start(stream, works, 3)
-    flight_recorder.refresh_streams()
+    stream_queue.refresh_all()
     assert flight_recorder.running() == operations[:1]
     works[0].is_over = True
-    flight_recorder.refresh_streams()
+    stream_queue.refresh_all()
     assert flight_recorder.running() == operations[1:2]
     works[1].is_over = works[2].is_over = True
-    flight_recorder.refresh_streams()
+    stream_queue.refresh_all()
     assert flight_recorder.running() == []
     assert all(each.end for each in operations)
     (later,) = start(stream, works, 1)
-    flight_recorder.refresh_streams()
+    stream_queue.refresh_all()
     assert flight_recorder.running() == [later]
     works[3].is_over = True
-    flight_recorder.refresh_streams()
+    stream_queue.refresh_all()
     assert flight_recorder.running() == []
 
 
@@ -492,7 +493,7 @@ def test_the_wait_for_earlier_operations_of_a_stream_does_not_count(monkeypatch:
     assert [each.sequence for each in operations] == [1, 2, 3]
     now = 160.0
     works[1].is_over = True
-    flight_recorder.refresh_streams()
+    stream_queue.refresh_all()
     assert operations[2].start == 160
     assert flight_recorder.running() == operations[2:]
     assert [each.sequence for each in operations] == [1, 2, 3]
@@ -501,7 +502,7 @@ def test_the_wait_for_earlier_operations_of_a_stream_does_not_count(monkeypatch:
 def test_a_work_that_fails_is_over() -> None:
     stream = StreamQueue(group_of())
     stream.started(stream.note("all_reduce", None, 1, False), FailedWork())
-    flight_recorder.refresh_streams()
+    stream_queue.refresh_all()
     assert flight_recorder.running() == []
 
 
@@ -517,11 +518,11 @@ def test_few_works_of_a_stream_are_kept() -> None:
     first, last = works[0], works[-1]
     works.clear()
     gc.collect()
-    assert len(alive) <= flight_recorder._HELD_WORKS + 1
+    assert len(alive) <= stream_queue._HELD_WORKS + 1
     assert {first, last} <= set(alive)
     assert len(flight_recorder.running()) == 1
     last.is_over = True
-    flight_recorder.refresh_streams()
+    stream_queue.refresh_all()
     assert flight_recorder.running() == []
     del first, last
     gc.collect()
@@ -533,7 +534,7 @@ def test_a_stream_that_is_not_read_does_not_grow() -> None:
     operations = start(stream, works, RING + 10)
     assert flight_recorder.running() == operations[10:11]
     works[-1].is_over = True
-    flight_recorder.refresh_streams()
+    stream_queue.refresh_all()
     assert flight_recorder.running() == []
 
 
@@ -548,7 +549,7 @@ def test_a_stream_that_is_closed_is_forgotten_with_all_that_was_open() -> None:
     del stream
     gc.collect()
     assert alive() is None
-    flight_recorder.refresh_streams()
+    stream_queue.refresh_all()
 
 
 def test_operations_start_while_the_watchdog_reads() -> None:
@@ -606,7 +607,7 @@ def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
 
 def completed(group: Group, count: int, called: float, end: float | None) -> None:
     operation = flight_recorder.note(group, "all_reduce", torch.float64, count, None, False, True)
-    operation.called, operation.end = called, end
+    operation.called_at, operation.end = called, end
 
 
 def test_the_rate_counts_the_bytes_of_operations_that_ended_lately() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.recorder import hang_report
+from mpicomm.recorder import hang_report, rank_text
 from mpicomm.recorder.status import ExitedRank, OperationInfo, RankStatus, Status
 
 
@@ -54,13 +54,13 @@ def table_of(*rows: Status) -> list[str]:
     ],
 )
 def test_ranks_are_written_as_ranges(ranks: list[int], text: str) -> None:
-    assert hang_report.ranges(ranks) == text
-    assert hang_report.parse_ranges(text) == sorted(ranks)
+    assert rank_text.ranges(ranks) == text
+    assert rank_text.parse_ranges(text) == sorted(ranks)
 
 
 @given(st.sets(st.integers(0, 10_000)))
 def test_ranges_are_read_as_they_were_written(ranks: set[int]) -> None:
-    assert hang_report.parse_ranges(hang_report.ranges(ranks)) == sorted(ranks)
+    assert rank_text.parse_ranges(rank_text.ranges(ranks)) == sorted(ranks)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_ranges_are_read_as_they_were_written(ranks: set[int]) -> None:
     ],
 )
 def test_ranks_are_called(ranks: list[int], text: str) -> None:
-    assert hang_report.called(ranks) == text
+    assert rank_text.name_ranks(ranks) == text
 
 
 # -- operations ------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_ranks_are_called(ranks: list[int], text: str) -> None:
     ],
 )
 def test_an_operation_is_described(changes: dict[str, Any], text: str) -> None:
-    assert hang_report.operation(operation_text(**changes)) == text
+    assert rank_text.describe_operation(operation_text(**changes)) == text
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -154,9 +154,9 @@ def test_a_table_of_many_places_is_cut() -> None:
 
 def test_a_table_of_many_ranks_reads_a_large_group_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    parse_ranges = hang_report.parse_ranges
-    monkeypatch.setattr(hang_report, "parse_ranges", lambda text: read.append(text) or parse_ranges(text))
-    members = hang_report.ranges(range(1, 2000, 2))
+    parse_ranges = rank_text.parse_ranges
+    monkeypatch.setattr(rank_text, "parse_ranges", lambda text: read.append(text) or parse_ranges(text))
+    members = rank_text.ranges(range(1, 2000, 2))
     statuses = {rank: inside(members=members, where=f"train.py:{rank % 2}") for rank in range(2000)}
     assert "ranks 1, 3, 5" in hang_report.table(statuses, ["alpha"] * 2000)
     assert read == [members]

@@ -20,7 +20,7 @@ from mpicomm.json_messages import Message
 from mpicomm.recorder.status import Crash
 from mpicomm.watchdog import connection as connections
 from mpicomm.watchdog import parent_link
-from mpicomm.watchdog.agent import Limits, Watchdog
+from mpicomm.watchdog.agent import Watchdog, WatchdogSettings
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.parent_link import Parent
@@ -170,7 +170,9 @@ def test_the_host_timeout_is_set(listener: tuple[JobListener, selectors.BaseSele
 def test_the_end_of_a_rank_before_rank_0_is_connected_is_reported(
     listener: tuple[JobListener, selectors.BaseSelector],
 ) -> None:
-    watch = Watchdog(RankInfo(0, ["a"], [0], [0]), Channel(0, bytes(32)), Limits(600, None), os._exit, lambda: True)
+    watch = Watchdog(
+        RankInfo(0, ["a"], [0], [0]), Channel(0, bytes(32)), WatchdogSettings(600, None), os._exit, lambda: True
+    )
     connection = connect(listener, listener[0].parent)
     watch.start()
     watch.leave(0, is_stuck=False)

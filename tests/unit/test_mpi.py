@@ -54,5 +54,5 @@ def test_a_rank_does_not_pass_its_connection_to_the_processes_that_it_starts(mon
     monkeypatch.setenv("PMI_FD", "7")
     monkeypatch.setenv("_MPICOMM_RANK_PROCESS", "of the process that started this one")
     for _ in range(2):
-        mpi._keep_connection()
+        mpi._hide_launcher_connection()
         assert ("PMI_FD" in os.environ, os.environ["_MPICOMM_RANK_PROCESS"]) == (False, "12 PMI_FD=7")

@@ -79,12 +79,12 @@ def test_a_machine_without_a_driver() -> None:
 
 
 def test_a_driver_that_hangs_does_not_block_the_caller(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "_SECONDS", 0.01)
+    monkeypatch.setattr(nvml, "_READ_SECONDS", 0.01)
     driver.is_ready.clear()
     reader = GPUReader(UUID)
     assert [reader.read(), reader.read()] == [GPUReading()] * 2
     assert driver.starts == 1  # no thread per reading
     driver.is_ready.set()
     reader._thread.join(scaled(30))
-    monkeypatch.setattr(nvml, "_SECONDS", scaled(30))
+    monkeypatch.setattr(nvml, "_READ_SECONDS", scaled(30))
     assert reader.read() == GPUReading(30, 80, 97)

@@ -256,7 +256,7 @@ def test_a_job_that_another_process_continues_keeps_its_file(host: Host) -> None
 def test_a_forked_child_leaves_the_file_to_its_parent(host: Host) -> None:
     with contextlib.closing(host.observer()) as observer:
         if (pid := os.fork()) == 0:
-            host.observers.close_in_child()
+            host.observers.close_after_fork()
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
         assert len(host.serve(observer.ask).statuses) == SIZE

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from mpicomm import mpi, topology
 from mpicomm.backend.execution import group_state
 from mpicomm.errors import MpicommError, RankFailedError
+from mpicomm.job.session import Session
 from mpicomm.recorder import flight_recorder
 from mpicomm.watchdog import agent, channel_setup, rank_failures
-from mpicomm.watchdog.agent import Limits
+from mpicomm.watchdog.agent import WatchdogSettings
 from mpicomm.watchdog.channel import Channel
 from mpicomm.watchdog.rank_failures import RankFailures
 
@@ -52,6 +53,24 @@ def test_the_loss_of_a_spare_is_not_a_failure(failures: RankFailures) -> None:
     assert not failures.has_any.is_set()
 
 
+def test_ranks_that_end_while_the_job_is_being_aborted_are_not_recovered_from(failures: RankFailures) -> None:
+    failures.record({1: "it was killed"})
+    with pytest.raises(RankFailedError):
+        rank_failures.raise_if_failed(None)
+    failures.is_aborting = True
+    rank_failures.raise_if_failed(None)
+    assert rank_failures.error_after(ProcessLookupError()) is None
+
+
+def test_operations_raise_the_error_of_a_world_until_the_next_world_is_open(failures: RankFailures) -> None:
+    parts = dict.fromkeys(("request", "launch", "settings", "job", "world", "shutdown", "claim"), cast("Any", None))
+    ended = Session(name="job", failures=failures, **parts)
+    ended.close(recovers=True)
+    assert rank_failures.current() is failures
+    ended.close()
+    assert rank_failures.current() is None
+
+
 @pytest.mark.parametrize("is_revoked", [True, False])
 def test_a_communicator_that_another_rank_has_revoked_shows_a_failure(
     is_revoked: bool, monkeypatch: pytest.MonkeyPatch
@@ -61,7 +80,7 @@ def test_a_communicator_that_another_rank_has_revoked_shows_a_failure(
     monkeypatch.setattr(rank_failures, "_NAME_SECONDS", 0.01)
     comm: Any = types.SimpleNamespace(Is_revoked=lambda: is_revoked)
     failures = RankFailures(comm, ["alpha", "beta"], 2)
-    assert failures.find() == is_revoked
+    assert failures.wait_until_known() == is_revoked
     assert (failures.error().ranks, failures.ranks) == ((), [])
 
 
@@ -70,7 +89,7 @@ def test_a_busy_watchdog_may_name_the_rank_later(failures: RankFailures, monkeyp
     monkeypatch.setattr(mpi, "failed_ranks", lambda _: [1] * len(asked))
     monkeypatch.setattr(rank_failures, "_EVIDENCE_SECONDS", 0.01)
     monkeypatch.setattr(failures, "_comm", types.SimpleNamespace(Is_revoked=lambda: not asked.append(None)))
-    assert failures.find()
+    assert failures.wait_until_known()
     assert failures.error().ranks == (1,)
 
 
@@ -88,7 +107,7 @@ def test_a_watchdog_whose_start_is_interrupted_leaves_no_thread() -> None:
     where, channel = topology.from_nodes(0, [0], ["alpha"]), Channel(0, b"token", 30)
     with pytest.raises(ConnectionError):
         channel_setup.start_watchdog(
-            comm, where, "127.0.0.1", channel, Limits(60.0, None), lambda: True, lambda: None, None
+            comm, where, "127.0.0.1", channel, WatchdogSettings(60.0, None), lambda: True, lambda: None, None
         )
     assert set(threading.enumerate()) == before
     assert agent.current() is None

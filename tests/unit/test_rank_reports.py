@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from mpicomm.json_messages import Message
-from mpicomm.recorder import flight_recorder
+from mpicomm.recorder import flight_recorder, stream_queue
 from mpicomm.recorder.status import NotResponding, OperationInfo
 from mpicomm.watchdog import local_processes, protocol
 from mpicomm.watchdog.channel import RankInfo
+from mpicomm.watchdog.connected_ranks import ANSWER_SECONDS, ConnectedRanks
 from mpicomm.watchdog.protocol import LocalProcess, PossibleHang, StatusReport, TimedOut, WaitEnded, WaitStarted
-from mpicomm.watchdog.rank_reports import _ANSWER_SECONDS, WAIT_LIMIT, ConnectedRanks, OperationMonitor, RankExit
+from mpicomm.watchdog.rank_reports import WAIT_LIMIT, OperationMonitor, RankExit
 
 STARTED, HANG_SECONDS, TIMEOUT = 1000.0, 60.0, 100.0
 INFO = OperationInfo(7, "all_reduce", "0", "", 42, False, "float32", 4, None, "train.py:8", 0.0, 0.0, False)
@@ -32,7 +33,7 @@ def _running(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the list of the operations that run."""
     operations: list[Any] = []
     monkeypatch.setattr(flight_recorder, "running", lambda: list(operations))
-    monkeypatch.setattr(flight_recorder, "refresh_streams", lambda: None)
+    monkeypatch.setattr(stream_queue, "refresh_all", lambda: None)
     return operations
 
 
@@ -111,10 +112,10 @@ def test_a_hub_answers_for_ranks_that_do_not() -> None:
     hub = Hub()
     hub.ranks.start_collection(5, 10.0)
     hub.ranks.record_status(StatusReport(1, 5, NotResponding(0.0, "")))
-    hub.ranks.close_collections(10.0 + _ANSWER_SECONDS / 2)
+    hub.ranks.close_collections(10.0 + ANSWER_SECONDS / 2)
     assert (hub.reports, hub.ranks.is_collecting) == ([], True)
-    hub.ranks.close_collections(10.0 + _ANSWER_SECONDS)
-    assert hub.reports == [StatusReport(2, 5, NotResponding(10.0 + _ANSWER_SECONDS, ""))]
+    hub.ranks.close_collections(10.0 + ANSWER_SECONDS)
+    assert hub.reports == [StatusReport(2, 5, NotResponding(10.0 + ANSWER_SECONDS, ""))]
     assert not hub.ranks.is_collecting
 
 
@@ -122,7 +123,7 @@ def test_a_rank_that_exits_during_a_collection_is_not_reported() -> None:
     hub = Hub()
     hub.ranks.start_collection(5, 10.0)
     del hub.children[2]
-    hub.ranks.close_collections(10.0 + _ANSWER_SECONDS)
+    hub.ranks.close_collections(10.0 + ANSWER_SECONDS)
     assert [report.rank for report in hub.reports] == [1]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from mpicomm import mpi, topology
 from mpicomm.errors import LaunchError, RendezvousError
-from mpicomm.job import environ_job, interfaces, rendezvous
+from mpicomm.job import interfaces, rendezvous, torchrun_job
 from mpicomm.job.start_request import StartRequest
 from mpicomm.launch import detect
 from tests.time_limits import scaled
@@ -52,7 +52,7 @@ def rank_0(token: bytes, listeners: int = 1) -> Iterator[list[tuple[str, int]]]:
     done = threading.Event()
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(listeners)]
-        thread = threading.Thread(target=rendezvous._answer, args=(sockets, token, done))
+        thread = threading.Thread(target=rendezvous._serve_probes, args=(sockets, token, done))
         thread.start()
         try:
             yield [each.getsockname()[:2] for each in sockets]
@@ -83,7 +83,7 @@ def test_rank_0_replies_to_all_on_every_address(callers: int) -> None:
     with rank_0(TOKEN, listeners=3) as places:
         received: list[bool] = []
         calls = [
-            threading.Thread(target=lambda place=place: received.append(rendezvous.reaches(place, TOKEN)))
+            threading.Thread(target=lambda place=place: received.append(rendezvous.can_reach(place, TOKEN)))
             for place in places
             for _ in range(callers)
         ]
@@ -96,7 +96,7 @@ def test_rank_0_replies_to_all_on_every_address(callers: int) -> None:
 
 def test_a_reply_may_arrive_in_pieces() -> None:
     with server_that_sends(*[bytes([byte]) for byte in TOKEN], pause=0.01) as place:
-        assert rendezvous.reaches(place, TOKEN)
+        assert rendezvous.can_reach(place, TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_a_reply_may_arrive_in_pieces() -> None:
 )
 def test_another_server_is_not_rank_0(answer: bytes) -> None:
     with server_that_sends(answer) as place:
-        assert not rendezvous.reaches(place, TOKEN)
+        assert not rendezvous.can_reach(place, TOKEN)
 
 
 def test_an_address_without_a_listener() -> None:
     with socket.socket() as bound:  # bound but not listening: no other process can take the port meanwhile
         bound.bind(("127.0.0.1", 0))
         start = time.monotonic()
-        assert not rendezvous.reaches(bound.getsockname(), TOKEN, seconds=100.0)
+        assert not rendezvous.can_reach(bound.getsockname(), TOKEN, seconds=100.0)
         assert time.monotonic() - start < scaled(5)
 
 
@@ -119,7 +119,7 @@ def test_a_silent_server_is_not_awaited_for_long() -> None:
     pause = scaled(2)
     with server_that_sends(b"", pause=pause) as place:
         start = time.monotonic()
-        assert not rendezvous.reaches(place, TOKEN, seconds=0.2)
+        assert not rendezvous.can_reach(place, TOKEN, seconds=0.2)
         assert time.monotonic() - start < 0.75 * pause
 
 
@@ -133,18 +133,18 @@ class ThreeRanks:
 
 
 def test_a_place_is_chosen_that_every_node_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_PROOF_SECONDS", (5.0,))  # one round
+    monkeypatch.setattr(rendezvous, "_CONNECT_SECONDS", (5.0,))  # one round
     where = topology.from_nodes(1, "abc", "abc")
     with rank_0(TOKEN, listeners=2) as places:
-        assert rendezvous._prove(ThreeRanks(), where, [], places, TOKEN) == 1
+        assert rendezvous._find_reachable_address(ThreeRanks(), where, [], places, TOKEN) == 1
     nowhere = pytest.raises(RendezvousError, match="has no address that every node can reach")
     with rank_0(TOKEN) as (near,), server_that_sends(TOKEN[::-1]) as strange, nowhere:
-        rendezvous._prove(ThreeRanks(), where, [], [near, strange], TOKEN)
+        rendezvous._find_reachable_address(ThreeRanks(), where, [], [near, strange], TOKEN)
 
 
 def test_a_place_that_all_nodes_do_not_reach_is_shown_with_those_that_do_not() -> None:
     where = topology.from_nodes(0, "abc", "abc")
-    message = rendezvous._nowhere(
+    message = rendezvous._describe_unreachable(
         [("10.0.0.1", 1), ("10.1.0.1", 2)], [[True, True], [True, False], [False, True]], where
     )
     assert "rank 0 on a has no address" in message
@@ -176,7 +176,7 @@ def test_an_invalid_port_is_refused_with_and_without_mpi(text: str, monkeypatch:
     monkeypatch.setenv("MASTER_PORT", text)
     launch = detect.detect({"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     with pytest.raises(LaunchError, match=message):
-        environ_job._check(StartRequest(), launch)
+        torchrun_job._check(StartRequest(), launch)
 
 
 @pytest.mark.parametrize(("of_rank", "is_used"), [("a 1", False), ("a 2", True), ("b 1", True), (None, True)])

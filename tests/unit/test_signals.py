@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpicomm.watchdog import agent, signals
-from mpicomm.watchdog.agent import Limits, Watchdog
+from mpicomm.watchdog.agent import Watchdog, WatchdogSettings
 from mpicomm.watchdog.channel import Channel, RankInfo
 from tests.launching import run_alone
 from tests.time_limits import wait_until
@@ -303,7 +303,9 @@ def test_a_forked_childs_signals_do_not_reach_the_parent(
     monkeypatch.setattr(
         signals, "deliver", lambda numbers: calls.append(numbers) if signal.SIGTERM in numbers else None
     )
-    watch = Watchdog(RankInfo(0, ["a"], [0], [0]), Channel(0, bytes(32)), Limits(600, None), os._exit, lambda: True)
+    watch = Watchdog(
+        RankInfo(0, ["a"], [0], [0]), Channel(0, bytes(32)), WatchdogSettings(600, None), os._exit, lambda: True
+    )
     watch.start()
     agent.set_current(watch)
     try:

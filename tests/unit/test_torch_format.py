@@ -168,7 +168,7 @@ def test_an_entry_has_state_times_and_line(monkeypatch: pytest.MonkeyPatch) -> N
     empty(monkeypatch)
     group = Group("7", [4, 6], 30.0, is_world=False)
     operation = flight_recorder.note(group, "all_reduce", torch.bfloat16, 12, None, False, True)
-    content: dict[str, Any] = pickle.loads(torch_format.encoded(6, [operation], operation.called, 1000.0))
+    content: dict[str, Any] = pickle.loads(torch_format.encoded(6, [operation], operation.called_at, 1000.0))
     assert content["pg_config"] == {"7": {"name": "7", "desc": "undefined", "ranks": "[4, 6]"}}
     (entry,) = content["entries"]
     assert (entry["state"], entry["timeout_ms"], entry["input_sizes"]) == ("started", 30_000, [[12]])

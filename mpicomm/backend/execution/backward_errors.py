@@ -49,6 +49,6 @@ def _checked() -> Iterator[None]:
 
 def _check(errors: Sequence[Exception], error: Exception | None) -> None:
     """Raise the first error of a pass: later operations fail because the group is broken by then."""
-    rank_failures.check(error)
+    rank_failures.raise_if_failed(error)
     if errors and errors[0] is not error:
         raise errors[0] from error

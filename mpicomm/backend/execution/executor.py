@@ -163,7 +163,7 @@ class Executor:
         try:
             self._monitored.wait(seconds, names_all=names_all)
         except RuntimeError as error:
-            rank_failures.check(error)
+            rank_failures.raise_if_failed(error)
             self._keeps_communicator = True  # a late rank may still send a message that this rank does not receive
             raise
         finally:

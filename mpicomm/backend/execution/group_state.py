@@ -9,8 +9,8 @@ from mpicomm import agreement, mpi
 from mpicomm.arguments import Deadline
 from mpicomm.backend.transfer import mpi_calls
 from mpicomm.errors import MismatchError, MpicommError, raised_on_all_ranks
-from mpicomm.missing_ranks import NamingBarrier
-from mpicomm.recorder import flight_recorder, hang_report
+from mpicomm.missing_ranks import ReportingBarrier
+from mpicomm.recorder import flight_recorder, rank_text
 from mpicomm.recorder.flight_recorder import Operation
 from mpicomm.watchdog import agent, rank_failures
 
@@ -81,12 +81,12 @@ class GroupState:
             RankFailedError: In place of the error, if it occurred because a rank has failed.
         """
         if isinstance(error, Exception):
-            rank_failures.check(error)
+            rank_failures.raise_if_failed(error)
         if self.record.broken or getattr(error, "is_on_all_ranks", False):
             return
         kind = type(error).__name__
         how = f"failed: {str(error) or kind}" if isinstance(error, Exception) else f"was interrupted by {kind}"
-        self.break_by(f"{hang_report.operation(operation.describe(0.0))} {how}")
+        self.break_by(f"{rank_text.describe_operation(operation.describe(0.0))} {how}")
 
     def wait_for_all(self, operation: Operation, seconds: float) -> None:
         """Wait for every rank in a barrier that Python can interrupt (collective).
@@ -126,7 +126,7 @@ class GroupState:
         calls = self._comm.allgather((signature, operation.where))
         ranks = agreement.ranks_by_value(calls, list(self.record.ranks))
         rows = [
-            f"  {hang_report.called(members)}: {signature}, at {where}"
+            f"  {rank_text.name_ranks(members)}: {signature}, at {where}"
             for (signature, where), members in sorted(ranks.items(), key=lambda item: -len(item[1]))
         ]
         raise raised_on_all_ranks(
@@ -140,7 +140,7 @@ class GroupState:
     def time_out(self, operation: Operation, seconds: float) -> TimeoutError:
         """Return the error of a collective that timed out, and mark the group as unusable."""
         # 1. mark the group; the program receives the error and may continue, so the watchdog must not abort the job
-        call = hang_report.operation(operation.describe(0.0))
+        call = rank_text.describe_operation(operation.describe(0.0))
         self.record.broken = f"{call} timed out after {seconds:g} s"
         operation.exempt_from_watchdog()
         # 2. ask the watchdog for the missing ranks, and tell it that the group is broken
@@ -158,7 +158,7 @@ class GroupState:
         # PyTorch's tests of timeouts search for " timeout ".
         return TimeoutError(
             f"{call} timed out after {seconds:g} s: {len(missing)} of {self._comm.size} ranks did not reach it: "
-            f"{hang_report.called(missing)}.\n{table}\nThe group cannot be used any more.\n"
+            f"{rank_text.name_ranks(missing)}.\n{table}\nThe group cannot be used any more.\n"
             f"Check that the missing ranks call it too, or increase the timeout of the operation."
         )
 
@@ -181,7 +181,7 @@ class MonitoredBarrier:
 
     def __init__(self, comm: Intracomm) -> None:
         self._rank = comm.rank
-        self._barrier = NamingBarrier(comm, mpi_calls.tag_of_barrier())
+        self._barrier = ReportingBarrier(comm, mpi_calls.tag_of_barrier())
 
     def wait(self, seconds: float, *, names_all: bool) -> None:
         """Wait for every rank (collective).

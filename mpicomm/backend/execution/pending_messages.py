@@ -123,7 +123,7 @@ class PendingMessages:
     def _wake_poller(self, work: MessageWork) -> None:
         """Wake the poller thread, so that the message progresses while its rank computes."""
         poller = self._poller
-        if (poller is not None and not poller.is_idle) or work.is_completed() or not mpi.serves_threads():
+        if (poller is not None and not poller.is_idle) or work.is_completed() or not mpi.has_thread_multiple():
             return
         self._get_poller().rouse()
 

@@ -293,7 +293,7 @@ def require_threads() -> None:
     Raises:
         MpicommError: If MPI provides a lower thread level.
     """
-    if not mpi.serves_threads():
+    if not mpi.has_thread_multiple():
         raise MpicommError(
             "asynchronous operations require the MPI thread level MPI_THREAD_MULTIPLE, "
             "but MPI provides a lower level.\nUse async_op=False, or let mpicomm.bootstrap() initialise MPI."

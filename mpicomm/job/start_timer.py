@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpicomm.launch.detect import Launch
 
-_NOTICE_SECONDS = 30.0  # after which a waiting rank prints which ranks are absent
+_NOTICE_SECONDS = 30.0  # after which a waiting rank prints which ranks are missing
 _SIGEV_THREAD = 2  # bits/siginfo-consts.h, on every architecture
 _MARKER = "mpicomm-start-"  # and the pid: the name of the abstract Unix socket that a process keeps open while it waits
 _ALWAYS_PRINT = 16  # ranks below this may print; above, only powers of two, so that large jobs print few lines
-_SHOWN = 8  # how many ranks or hosts are listed one by one
+_MAX_LISTED = 8  # ranks or hosts that are listed one by one, each on a line of its own
 _COMMAND = 120  # characters of a command line
 
 _commands: list[ctypes.Array[ctypes.c_char]] = []  # kept alive: an expired timer may read its command at any later time
@@ -82,14 +82,14 @@ class _TimerSpec(ctypes.Structure):
     _fields_ = (("interval", ctypes.c_long * 2), ("value", ctypes.c_long * 2))
 
 
-def seconds_before(hang_seconds: float, limit: float) -> float:
+def seconds_before_notice(hang_seconds: float, limit: float) -> float:
     """Return the seconds that a rank waits for others, at most `limit`, before it prints a notice."""
     return min(_NOTICE_SECONDS, hang_seconds, limit / 2)
 
 
 @contextlib.contextmanager
-def after(seconds: float, launch: Launch, phase: str, limit: float) -> Iterator[None]:
-    """Print which ranks are absent if the block takes longer than `seconds`; all ranks must execute the same block.
+def report_missing_after(seconds: float, launch: Launch, phase: str, limit: float) -> Iterator[None]:
+    """Print which ranks are missing if the block takes longer than `seconds`; all ranks must execute the same block.
 
     Nothing is printed if no launcher has set the rank, or if the system lacks such timers; the block's own deadline
     still applies.
@@ -192,17 +192,17 @@ def _ranks_of_host(waiting: Waiting, processes: Sequence[Process], waiting_ranks
             others.setdefault(process.rank, process)
     lines += [
         f"rank {rank} on {waiting.host} has not called bootstrap(): process {process.pid}, {process.command}"
-        for rank, process in sorted(others.items())[:_SHOWN]
+        for rank, process in sorted(others.items())[:_MAX_LISTED]
     ]
-    if len(others) > _SHOWN:
-        lines.append(f"and {len(others) - _SHOWN} more ranks on {waiting.host} have not")
+    if len(others) > _MAX_LISTED:
+        lines.append(f"and {len(others) - _MAX_LISTED} more ranks on {waiting.host} have not")
     seen = waiting_ranks | others.keys()
     if waiting.local_size is None or len(seen) > waiting.local_size:
         return lines
     missing = waiting.local_size - len(seen)
     if missing and waiting.local_size == waiting.size:
-        absent = _listed(set(range(waiting.size)) - seen)
-        lines.append(f"{absent}: no process on {waiting.host}, exited before bootstrap()")
+        not_started = _listed(set(range(waiting.size)) - seen)
+        lines.append(f"{not_started}: no process on {waiting.host}, exited before bootstrap()")
     elif missing:
         lines.append(
             f"{missing} of the {waiting.local_size} ranks on {waiting.host}: no process, exited before bootstrap()"
@@ -237,8 +237,8 @@ def _remedy(waiting: Waiting, waiting_ranks: set[int]) -> list[str]:
 
 
 def _listed(ranks: set[int]) -> str:
-    first = ", ".join(map(str, sorted(ranks)[:_SHOWN]))
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    first = ", ".join(map(str, sorted(ranks)[:_MAX_LISTED]))
+    more = f" and {len(ranks) - _MAX_LISTED} more" if len(ranks) > _MAX_LISTED else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {first}{more}"
 
 
@@ -274,8 +274,8 @@ def hosts_of_job(environ: Mapping[str, str]) -> str:
         if environ.get(name):
             return f"{environ[name]} ({name})"
     names = list(dict.fromkeys(_read(environ.get("PBS_NODEFILE", "")).split()))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more} (PBS_NODEFILE)" if names else ""
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"{', '.join(names[:_MAX_LISTED])}{more} (PBS_NODEFILE)" if names else ""
 
 
 def _parents() -> dict[int, int]:

@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from mpicomm import missing_ranks, open_files, topology
 from mpicomm.arguments import PORT
 from mpicomm.errors import LaunchError, RendezvousError, raised_on_all_ranks
-from mpicomm.job import devices, notice, plan
+from mpicomm.job import devices, plan, start_timer
 from mpicomm.job.plan import JoinedJob, Plan
 from mpicomm.job.start_request import StartRequest, this_command
 from mpicomm.launch import allocation, detect
@@ -25,7 +25,7 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
     """Join the job of torchrun or srun (collective).
 
     Args:
-        hang_seconds: Seconds after which a notice names absent ranks.
+        hang_seconds: Seconds after which a notice names missing ranks.
 
     Raises:
         LaunchError: If the arguments require MPI, MASTER_ADDR or MASTER_PORT is not set, MASTER_PORT is not a
@@ -36,22 +36,31 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
     # 1. check the launch
     _check(request, launch)
     # 2. open or join the store, and find out which ranks share a node
-    limit = request.wait_limit
+    limit = request.join_timeout_seconds
     if launch.rank == 0:  # torch opens the store here, unless torchrun's agent has opened it
         open_files.allow(launch.size)
-    with notice.after(notice.seconds_before(hang_seconds, limit), launch, "rendezvous", limit):
-        store, rank, size = _rendezvous(launch, limit)
+    seconds = start_timer.seconds_before_notice(hang_seconds, limit)
+    with start_timer.report_missing_after(seconds, launch, "rendezvous", limit):
+        store, rank, size = _open_store(launch, limit)
         nodes, hosts = _nodes_and_hosts(store, rank, size, limit)
     # 3. choose the device and the backend
-    position = topology.from_nodes(rank, nodes, hosts)
-    device = _device(request, position.local_rank)
+    ranks = topology.from_nodes(rank, nodes, hosts)
+    device = _device(request, ranks.local_rank)
     if rank == 0:
         _warn(request, launch)
     backend = plan.choose_backend(
         request.backend, has_mpi=False, gpu_each=device.type == "cuda", has_nccl=dist.is_nccl_available()
     )
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return JoinedJob(Plan(hosts, nodes, size, backend), position, position, device, store, address, port)
+    return JoinedJob(
+        plan=Plan(hosts, nodes, size, backend),
+        rank_topology=ranks,
+        process_topology=ranks,
+        device=device,
+        store=store,
+        address=address,
+        port=port,
+    )
 
 
 def _check(request: StartRequest, launch: Launch) -> None:
@@ -96,7 +105,7 @@ def _device(request: StartRequest, local_rank: int) -> torch.device:
     return devices.select(wanted.index if wanted.type == "cuda" else None)
 
 
-def _rendezvous(launch: Launch, wait_limit: float) -> tuple[dist.Store, int, int]:
+def _open_store(launch: Launch, wait_limit: float) -> tuple[dist.Store, int, int]:
     try:
         return next(rendezvous("env://", launch.rank, launch.size, timeout=datetime.timedelta(seconds=wait_limit)))
     except dist.DistError as error:
