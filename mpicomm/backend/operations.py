@@ -238,7 +238,7 @@ class _CallInProgress:
 
     def __init__(self, row: CollectiveOperation, dense: DenseCollectives, opts: Any) -> None:
         self.row, self.dense, self.opts = row, dense, opts
-        self.rank, self.size = dense.comm.rank, dense.comm.size
+        self.rank, self.size = dense.rank, dense.size
         self.public_name = row.public_name or row.name
         self.root = checks.require_rank(opts.rootRank, self.size, self.public_name, row.root) if row.root else None
         self.is_root = self.root in (None, self.rank)  # without a root, every rank has the tensors of a root
@@ -419,7 +419,7 @@ def _sparse_all_reduce(call: _CallInProgress, tensor: torch.Tensor) -> Collectiv
     def gathered(rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Return the rows of all ranks in rank order, `lengths[r]` of rank r."""
         result = torch.empty(sum(lengths), *rows.shape[1:], dtype=rows.dtype, device="cpu")
-        result.split(list(lengths))[comm.rank].copy_(rows)
+        result.split(list(lengths))[call.rank].copy_(rows)
         mpi_calls.all_gather(comm, result, [length * math.prod(rows.shape[1:]) for length in lengths])
         return result
 

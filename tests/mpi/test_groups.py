@@ -94,8 +94,15 @@ def test_a_destroyed_group_cannot_be_used(world: mpicomm.World, is_async: bool) 
     assert tensor.item() == world.size
     options = torch_internals.AllreduceOptions()
     options.asyncOp = is_async
-    with pytest.raises(mpicomm.MpicommError, match="destroyed"):
-        group.allreduce([torch.ones(1)], options)
+    for call in (
+        lambda: group.allreduce([torch.ones(1)], options),  # the fast path
+        lambda: group.allreduce([torch.ones(3, 2)[:, 0]], options),
+        lambda: group.allreduce(torch.ones(1)),
+    ):
+        with pytest.raises(mpicomm.MpicommError, match="destroyed"):
+            call()
+    with pytest.raises(TypeError, match="expected a tensor, got int"):
+        group.allreduce([3], options)
 
 
 def test_a_destroyed_group_frees_its_communicator(world: mpicomm.World) -> None:

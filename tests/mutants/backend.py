@@ -137,6 +137,14 @@ MUTANTS = [
     ),
     # -- operations.py --------------------------------------------------------------------------------------
     Mutant(
+        "_CallInProgress.__init__",
+        old="(dense.rank, dense.size)",
+        new="(dense.comm.rank, dense.comm.size)",
+        fault="A call on a destroyed group uses its freed communicator, which aborts the process after MPI_Finalize.",
+        tests="tests/mpi/test_groups.py -k test_a_destroyed_group_cannot_be_used",
+        ranks=4,
+    ),
+    Mutant(
         "_CallInProgress.step",
         old="of_root if self.is_root else of_others",
         new="of_others if self.is_root else of_root",
@@ -162,8 +170,8 @@ MUTANTS = [
     ),
     Mutant(
         "DenseCollectives.all_gather_list",
-        old="sum(buffers.counts(outputs[: self._rank]))",
-        new="self._rank * source.numel()",
+        old="sum(buffers.counts(outputs[: self.rank]))",
+        new="self.rank * source.numel()",
         fault="all_gather of a list places the rank's own part as if all parts had the same length.",
         tests="tests/mpi/test_collectives.py -k test_all_gather_of_uneven_sizes",
         ranks=4,

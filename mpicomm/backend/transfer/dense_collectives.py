@@ -35,7 +35,8 @@ class DenseCollectives:
     def __init__(self, comm: Intracomm, algorithms: AlgorithmSelector) -> None:
         self.comm = comm
         self._algorithms = algorithms
-        self._rank, self._size = comm.rank, comm.size
+        # Kept, because the calls on a destroyed group are checked when its communicator no longer exists.
+        self.rank, self.size = comm.rank, comm.size
         self._memory_at = mpi.api().memory.fromaddress
         with torch.inference_mode(False):
             self._list_buffer = torch.empty(_LIST_BUFFER_BYTES, dtype=torch.uint8, device="cpu")
@@ -67,7 +68,7 @@ class DenseCollectives:
         if reduction.is_native:
             mpi_calls.reduce(self.comm, tensor, reduction.datatype, reduction.op, root)
             return
-        is_root = self._rank == root
+        is_root = self.rank == root
         for piece in reduction.pieces(tensor):
             dense = reduction.load(piece, keep=not is_root)
             mpi_calls.reduce(self.comm, dense, reduction.datatype, reduction.op, root)
@@ -103,7 +104,7 @@ class DenseCollectives:
 
     def _is_own_block(self, block: torch.Tensor, whole: torch.Tensor) -> bool:
         """Return whether a block is in its place in a tensor with a block for each rank."""
-        return block.data_ptr() == whole.data_ptr() + self._rank * block.nbytes
+        return block.data_ptr() == whole.data_ptr() + self.rank * block.nbytes
 
     # -- data movement -------------------------------------------------------------------------------------------
 
@@ -119,12 +120,12 @@ class DenseCollectives:
         algorithm = self._algorithms.select("all_gather", output.nbytes)
         if algorithm is Algorithm.SLOTS and self._slots.all_gather(output, self._without_overlap(source, output)):
             return
-        self._copy_into(source, output, self._rank * source.numel())
+        self._copy_into(source, output, self.rank * source.numel())
         mpi_calls.all_gather(self.comm, output, None)
 
     def all_gather_list(self, outputs: Tensors, source: torch.Tensor) -> None:
         """Gather rank r's source into `outputs[r]`; sizes may differ between ranks."""
-        is_even, nbytes = self._is_even(outputs), source.nbytes * self._size
+        is_even, nbytes = self._is_even(outputs), source.nbytes * self.size
         algorithm = self._algorithms.select("all_gather", nbytes) if is_even else Algorithm.MPI
         if algorithm is Algorithm.SLOTS and self._slots.all_gather_list(
             outputs, self._without_overlap(source, *outputs)
@@ -132,13 +133,13 @@ class DenseCollectives:
             return
         if self._fits_list_buffer(outputs, source):
             nbytes = source.nbytes
-            ctypes.memmove(self._list_buffer_address + self._rank * nbytes, source.data_ptr(), nbytes)
+            ctypes.memmove(self._list_buffer_address + self.rank * nbytes, source.data_ptr(), nbytes)
             blocks = (self._list_buffer_of(source), source.numel(), dtypes.carrier(source.dtype))
             self.comm.Allgather(mpi.api().IN_PLACE, blocks)
             self._copy_from_list_buffer(outputs)
             return
         flat, counts = buffers.output_buffer_of_all(outputs), buffers.uneven_counts(outputs)
-        self._copy_into(source, flat, sum(buffers.counts(outputs[: self._rank])))
+        self._copy_into(source, flat, sum(buffers.counts(outputs[: self.rank])))
         mpi_calls.all_gather(self.comm, flat, counts)
         buffers.unpack_all(flat, outputs)
 
@@ -150,7 +151,7 @@ class DenseCollectives:
         if not outputs:
             mpi_calls.gather(self.comm, source, None, (), root)
         elif self._fits_list_buffer(outputs, source):
-            blocks = (self._list_buffer_of(source), [source.numel()] * self._size, dtypes.carrier(source.dtype))
+            blocks = (self._list_buffer_of(source), [source.numel()] * self.size, dtypes.carrier(source.dtype))
             self.comm.Gatherv(mpi_calls.spec(source), blocks, root)
             self._copy_from_list_buffer(outputs)
         else:
@@ -163,7 +164,7 @@ class DenseCollectives:
         if self._algorithms.select("gather", _UNKNOWN_BYTES) is Algorithm.SLOTS:
             self.gather([] if output is None else output.detach().view(-1).split(source.numel()), source, root)
             return
-        counts = [source.numel()] * self._size
+        counts = [source.numel()] * self.size
         mpi_calls.gather(self.comm, buffers.without_alias(source, output), output, counts, root)
 
     def scatter(self, output: torch.Tensor, sources: Tensors, root: int) -> None:
@@ -179,7 +180,7 @@ class DenseCollectives:
             for source in sources:
                 ctypes.memmove(start, source.data_ptr(), nbytes)
                 start += nbytes
-            blocks = (self._list_buffer_of(output), [output.numel()] * self._size, dtypes.carrier(output.dtype))
+            blocks = (self._list_buffer_of(output), [output.numel()] * self.size, dtypes.carrier(output.dtype))
             self.comm.Scatterv(blocks, mpi_calls.spec(output), root)
         else:
             flat = buffers.without_alias(buffers.pack_all(sources), output)
@@ -248,14 +249,14 @@ class DenseCollectives:
         """Return whether a list has tensors like `block`, small enough to copy all of them through the buffer."""
         nbytes = block.nbytes
         return (
-            nbytes * self._size <= _LIST_BUFFER_BYTES
+            nbytes * self.size <= _LIST_BUFFER_BYTES
             and block.is_cpu
             and all([tensor.nbytes == nbytes and tensor.is_cpu for tensor in tensors])  # noqa: C419  faster
         )
 
     def _list_buffer_of(self, block: torch.Tensor) -> object:
         """Return memory for a block like `block` of each rank."""
-        return self._memory_at(self._list_buffer_address, block.nbytes * self._size)
+        return self._memory_at(self._list_buffer_address, block.nbytes * self.size)
 
     def _copy_from_list_buffer(self, targets: Tensors) -> None:
         start, nbytes = self._list_buffer_address, targets[0].nbytes
