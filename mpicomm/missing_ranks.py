@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # upper bound of tags that MPI guarantees.
 _START_TAG = 32701
 _NAMED = 16  # the most missing ranks that a message lists
-_LONGEST_PAUSE = 0.01  # seconds between two polls
+_START_PAUSE = 0.01  # seconds between two polls at the start, where late ranks still import their program
 _GRACE = 5.0  # seconds that a rank waits for rank 0's answer after its own timeout
 _STILL_WAITING = -1  # an answer before the last one, in place of the number of missing ranks
 
@@ -30,14 +30,16 @@ class ReportingBarrier:
     remains usable.
     """
 
-    def __init__(self, comm: Intracomm, tag: int) -> None:
+    def __init__(self, comm: Intracomm, tag: int, *, longest_pause: float) -> None:
         """Prepare the barriers.
 
         Args:
             comm: The communicator.
             tag: The tag of the messages, which no other code uses on this communicator.
+            longest_pause: The longest pause between two polls, in seconds.
         """
         self._comm, self._tag, self._mpi = comm, tag, mpi.api()
+        self._longest_pause = longest_pause
         self._number = 0  # of the barrier: a late message of one barrier must not count for the next
         self._reached = [0] * comm.size  # on rank 0: the last barrier that each rank has reported
         self._sent: list[tuple[Request, array[int]]] = []  # pending sends, possibly never received, and their buffers
@@ -65,7 +67,7 @@ class ReportingBarrier:
                     self._send(rank, _STILL_WAITING, [])
             return min(self._reached) >= self._number
 
-        mpi.poll(have_all_arrived, deadline, longest_pause=_LONGEST_PAUSE)
+        mpi.poll(have_all_arrived, deadline, longest_pause=self._longest_pause)
         return [rank for rank, number in enumerate(self._reached) if number < self._number]
 
     def answer(self, count: int, named: Sequence[int]) -> None:
@@ -84,7 +86,7 @@ class ReportingBarrier:
                     answers.append(received[1])
             return bool(answers)
 
-        if not mpi.poll(has_answered, deadline, longest_pause=_LONGEST_PAUSE):
+        if not mpi.poll(has_answered, deadline, longest_pause=self._longest_pause):
             return None
         _, count, *ranks = answers[0]
         return count, ranks[: min(max(count, 0), _NAMED)]
@@ -143,7 +145,7 @@ def wait_for_all_ranks(
             f"Check that every rank calls mpicomm.bootstrap(), and where the missing ranks block before it.\n"
         )
 
-    barrier = ReportingBarrier(comm, _START_TAG)
+    barrier = ReportingBarrier(comm, _START_TAG, longest_pause=_START_PAUSE)
     barrier.begin()
     # 1. print the missing ranks after a part of the timeout, then wait until the timeout
     first = Deadline(min(notice.seconds, timeout) + (_GRACE if comm.rank else 0))

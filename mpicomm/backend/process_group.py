@@ -228,7 +228,8 @@ class MPIProcessGroup(dist.ProcessGroup):
             wait_all_ranks: Whether rank 0 waits for all ranks and lists every missing rank, not only the first.
 
         Raises:
-            RuntimeError: If a rank does not arrive in time. The group stays usable.
+            RuntimeError: If a rank does not arrive in time. The group stays usable; as the ranks' calls are matched in
+                their order, the missing rank must still make this call before its next monitored barrier.
         """
         seconds = self._executor.record.timeout if timeout is None else timeout.total_seconds()
         self._executor.monitored_barrier(seconds, names_all=wait_all_ranks)

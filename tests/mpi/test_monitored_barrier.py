@@ -1,8 +1,10 @@
-"""torch's monitored barrier if one rank is late at two consecutive barriers."""
+"""torch's monitored barrier if a rank is late."""
 
 from __future__ import annotations
 
 import datetime
+import threading
+import time
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 import mpicomm
 
-SHORT = datetime.timedelta(seconds=0.1)
+LONG, SHORT = datetime.timedelta(seconds=60), datetime.timedelta(seconds=0.1)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -32,3 +34,21 @@ def test_a_rank_that_was_late_is_missing_at_the_next(world: mpicomm.World) -> No
     dist.all_reduce(tensor, group=group)
     assert tensor.item() == world.size
     dist.destroy_process_group(group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_waits_notices_the_last_one_soon(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep, this_thread, pauses = time.sleep, threading.get_ident(), []
+
+    def record(seconds: float) -> None:
+        if threading.get_ident() == this_thread:
+            pauses.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", record)
+    dist.barrier()
+    pauses.clear()
+    if world.rank == world.size - 1:
+        sleep(0.2)
+    dist.group.WORLD.monitored_barrier(LONG)
+    assert max(pauses, default=0) <= 1e-3

@@ -272,6 +272,14 @@ while self._comms:
     ),
     Mutant(
         "ReportingBarrier.missing",
+        old="self._longest_pause",
+        new="_START_PAUSE",
+        fault="A monitored barrier returns up to 10 ms after the last rank has arrived.",
+        tests="tests/mpi/test_monitored_barrier.py -k soon",
+        ranks=4,
+    ),
+    Mutant(
+        "ReportingBarrier.missing",
         old="number < self._number",
         new="not number",
         fault="A rank that was late at one monitored barrier counts as present at the next.",

@@ -17,6 +17,8 @@ from mpicomm.watchdog import agent, rank_failures
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
+_MONITORED_PAUSE = 1e-3  # seconds between two polls of a monitored barrier: the delay after the last rank has arrived
+
 
 def check_unbroken(record: flight_recorder.Group) -> None:
     """Check that no error on this or another rank has made a group unusable.
@@ -181,7 +183,7 @@ class MonitoredBarrier:
 
     def __init__(self, comm: Intracomm) -> None:
         self._rank = comm.rank
-        self._barrier = ReportingBarrier(comm, mpi_calls.tag_of_barrier())
+        self._barrier = ReportingBarrier(comm, mpi_calls.tag_of_barrier(), longest_pause=_MONITORED_PAUSE)
 
     def wait(self, seconds: float, *, names_all: bool) -> None:
         """Wait for every rank (collective).
