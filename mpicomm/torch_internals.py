@@ -122,22 +122,6 @@ def premul_factor(op: Any) -> Any:
     return op.__getstate__()[1]
 
 
-def options(kind: type, opts: Any, timeout: datetime.timedelta | None = None, **given: Any) -> Any:
-    """Return the options of a call: `opts` if it is of class `kind`, otherwise new options with the given values.
-
-    torch's process groups accept options or, in their older signatures, the fields of options.
-    """
-    if type(opts) is kind:
-        return opts
-    made = kind()
-    for name, value in given.items():
-        if value is not None:
-            setattr(made, name, value)
-    if timeout is not None:
-        made.timeout = timeout
-    return made
-
-
 def start_event(title: str, inputs: Sequence[torch.Tensor]) -> Any:
     """Start a span of torch's profiler; return None if no profiler is active."""
     if not is_profiling():

@@ -8,15 +8,18 @@ executor runs and records, what the profiler shows, and what the ranks compare i
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
 import functools
+import inspect
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from mpicomm import torch_internals
 from mpicomm.backend import checks, dispatcher
 from mpicomm.backend.gpu.transport import Call, Transport, Use
 from mpicomm.backend.transfer import buffers, dtypes, mpi_calls, reductions
@@ -186,26 +189,42 @@ class CollectiveOperation:
     @functools.cached_property
     def parameters(self) -> Sequence[str]:
         """The parameters of the method before the options."""
-        code = self.check.__code__
-        return code.co_varnames[1 : code.co_argcount]
+        return [*inspect.signature(self.check).parameters][1:]
 
     @functools.cached_property
     def fields(self) -> Sequence[str]:
-        """The fields of the options that torch's older signatures take in place of the options, in their order."""
-        return [*(["rootRank"] if self.root else []), *(["reduceOp"] if self.reduces else []), "timeout"]
+        """The parameters of torch's older signatures in place of the options, in their order."""
+        return [*(["root"] if self.root else []), *(["op"] if self.reduces else []), "timeout"]
 
-    def bind(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """The signature of the method: `opts` is also the first field, and the other fields follow it.
+
+        In torch's overloads, `allreduce(tensors, opts)` and `allreduce(tensors, op, timeout)`, the names differ too.
+        """
+        of_check = [*inspect.signature(self.check).parameters.values()][1:]
+        tensors = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in of_check]
+        first, *others = self.fields
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        options = [inspect.Parameter(name, kind, default=None) for name in ("opts", *(others or [first]))]
+        if others:
+            options.append(inspect.Parameter(first, inspect.Parameter.KEYWORD_ONLY, default=None))
+        return inspect.Signature([inspect.Parameter("self", kind), *tensors, *options])
+
+    def bind(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """Return the arguments of `check`, and the options, of a call of the method."""
         count = len(self.parameters)
-        if not keywords and len(arguments) == count + 1 and type(arguments[count]) is self.options:  # torch's own calls
-            return dict(zip(self.parameters, arguments, strict=False)), arguments[count]
-        tensors = dict(zip(self.parameters, arguments, strict=False))
-        fields = dict(zip(self.fields, arguments[count:], strict=False))
-        fields["opts"] = arguments[count] if len(arguments) > count else None
-        for key, value in keywords.items():
-            (tensors if key in self.parameters else fields)[_FIELDS.get(key, key)] = value
-        tensors = {name: tensors[name] for name in self.parameters if name in tensors}  # in their order
-        return tensors, torch_internals.options(self.options, **fields)
+        if not keywords and len(args) == count + 1 and type(args[count]) is self.options:  # torch's own calls
+            return dict(zip(self.parameters, args, strict=False)), args[count]
+        name = self.public_name or self.name
+        try:
+            bound = self.signature.bind(None, *args, **keywords)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}.\nThe method is {self.method}{self.signature}.") from None
+        bound.apply_defaults()
+        arguments = {parameter: bound.arguments[parameter] for parameter in self.parameters}
+        fields = {field: bound.arguments[field] for field in self.fields}
+        return arguments, options_of(name, self.options, bound.arguments["opts"], fields)
 
     def describe(self, dense: DenseCollectives, opts: Any, arguments: Mapping[str, Any]) -> Collective:
         """Check the arguments of a call, before any communication, and return the call."""
@@ -229,8 +248,40 @@ class CollectiveOperation:
         )
 
 
-_FIELDS = {"op": "reduceOp", "root": "rootRank"}
-"""The fields of options by their names in torch's older signatures."""
+_FIELDS: Mapping[str, tuple[str, type[Any] | tuple[type[Any], ...], str]] = {
+    "root": ("rootRank", numbers.Integral, "an int"),
+    "op": ("reduceOp", (dist.ReduceOp, dist.ReduceOp.RedOpType), "a ReduceOp"),
+    "timeout": ("timeout", datetime.timedelta, "a timedelta"),
+}
+"""The name in torch's options, the types and their description of each field."""
+
+
+def options_of(operation: str, kind: type, opts: Any, fields: Mapping[str, Any]) -> Any:
+    """Return the options of a call.
+
+    Args:
+        operation: The name of the operation, for errors.
+        kind: The class of the options.
+        opts: Options; a value of the first field, as in torch's older signatures; or None.
+        fields: The fields of torch's older signatures, in their order; None selects the default.
+    """
+    given = {field: value for field, value in fields.items() if value is not None}
+    is_complete = isinstance(opts, kind)
+    first = next(iter(fields))
+    if opts is not None and (given if is_complete else first in given):
+        raise TypeError(f"{operation}: got opts and also {', '.join(given)}.\nPass each value once.")
+    if is_complete:
+        return opts
+    made = kind()
+    for field, value in (given if opts is None else {first: opts} | given).items():
+        attribute, types, description = _FIELDS[field]
+        if not isinstance(value, types):
+            raise TypeError(
+                f"{operation}: expected {description} for {field}, got {type(value).__name__}.\n"
+                f"Pass it, or {kind.__name__} for opts."
+            )
+        setattr(made, attribute, value)
+    return made
 
 
 class _CallInProgress:
@@ -388,8 +439,8 @@ def _rows(
     call: _CallInProgress,
     output: torch.Tensor,
     source: torch.Tensor,
-    output_split_sizes: Sequence[int],
-    input_split_sizes: Sequence[int],
+    output_split_sizes: Sequence[int] = (),
+    input_split_sizes: Sequence[int] = (),
 ) -> Pairs:
     output, source = checks.require_output(output, call.public_name), checks.require_tensor(source, call.public_name)
     checks.require_same_dtype(output, source, call.public_name, "output")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi, torch_internals
-from mpicomm.backend import checks, dispatcher, groups
+from mpicomm.backend import checks, dispatcher, groups, operations
 from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.fast_path import FastPath
 from mpicomm.backend.operations import TABLE, CollectiveOperation
@@ -215,7 +215,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             TimeoutError: If a rank does not arrive within the timeout in the options, or else the group's; the message
                 lists the missing ranks.
         """
-        opts = torch_internals.options(torch_internals.BarrierOptions, opts, timeout or opts)
+        opts = operations.options_of("barrier", torch_internals.BarrierOptions, opts, {"timeout": timeout})
         if dispatcher.is_needed():
             return dispatcher.call(self, "barrier", [], opts)
         return self._executor.barrier(opts)
@@ -286,7 +286,8 @@ def _add_method(operation: CollectiveOperation) -> None:
                 return work
         return self._call(operation, args, keywords)
 
-    method.__doc__ = operation.documentation
+    method.__name__, method.__qualname__ = name, f"{MPIProcessGroup.__name__}.{name}"
+    method.__doc__, method.__signature__ = operation.documentation, operation.signature  # type: ignore[attr-defined]
     for alias in {name, torch_internals.RENAMED.get(name, name)}:
         setattr(MPIProcessGroup, alias, method)
 

@@ -119,6 +119,10 @@ CALLS: dict[str, tuple[Callable[[Group, torch.Tensor], Any], list[str]]] = {
         lambda g, x: [dist.all_to_all_single(y := torch.zeros_like(x), x, group=g.handle), y],
         ["alltoall_base_"],
     ),
+    "all_to_all_single without split sizes": (
+        lambda g, x: [g.handle.alltoall_base(y := torch.zeros_like(x), x).wait(), y],
+        ["alltoall_base_"],
+    ),
     "barrier": (lambda g, _: dist.barrier(g.handle), ["barrier"]),
     "messages": (lambda g, x: ring(g, x, (g.rank - 1) % g.size), ["send", "recv_"]),
     "messages from any rank": (lambda g, x: ring(g, x, None), ["send", "recv_any_source_"]),

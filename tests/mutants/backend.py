@@ -161,12 +161,39 @@ MUTANTS = [
         ranks=4,
     ),
     Mutant(
+        "options_of",
+        old="setattr(made, attribute, value)",
+        new="if field != 'timeout':\n    setattr(made, attribute, value)",
+        fault="The timeout argument of a call is ignored; the group's timeout applies instead.",
+        tests="tests/launch/test_deadlines.py -k own",
+    ),
+    Mutant(
+        "options_of",
+        old="given if opts is None else {first: opts} | given",
+        new="given",
+        fault="A root or a reduction passed in the place of options is dropped, and the default applies.",
+        tests="tests/unit/test_operations.py -k test_options_of_calls",
+    ),
+    Mutant(
+        "options_of",
+        old="not isinstance(value, types)",
+        new="False",
+        fault="A call accepts the options of another operation, or another type for a field.",
+        tests="tests/unit/test_operations.py -k test_invalid_arguments",
+    ),
+    Mutant(
+        "options_of",
+        old="given if is_complete else first in given",
+        new="first in given",
+        fault="A timeout beside options is ignored.",
+        tests="tests/unit/test_operations.py -k test_invalid_arguments",
+    ),
+    Mutant(
         "CollectiveOperation.bind",
-        old="_FIELDS.get(key, key)",
-        new="key",
-        fault="The argument op of torch's older signatures is not passed on.",
-        tests="tests/mpi/test_more_methods.py -k test_forms_without_options",
-        ranks=4,
+        old="bound.apply_defaults()",
+        new="bound.arguments.update(dict.fromkeys({*self.fields, 'opts'} - {*bound.arguments}))",
+        fault="all_to_all_single requires split sizes.",
+        tests="tests/unit/test_operations.py -k test_split_sizes_have_defaults",
     ),
     Mutant(
         "DenseCollectives.all_gather_list",
@@ -580,13 +607,6 @@ _divide(dense, self.divisor)
         ranks=4,
     ),
     # -- torch_internals.py ---------------------------------------------------------------------------------
-    Mutant(
-        "options",
-        old="if timeout is not None:",
-        new="if False:",
-        fault="The timeout argument of a call is ignored; the group's timeout applies instead.",
-        tests="tests/launch/test_deadlines.py -k own",
-    ),
     Mutant(
         "wait_if_pending",
         old="tensor.wait()",
