@@ -233,7 +233,7 @@ class CollectiveOperation:
         if call.is_sparse:
             return _sparse_all_reduce(call, pairs[0][0][0])
         results = [tensor for outputs, _ in pairs for tensor in outputs]
-        inputs = [tensor for _, sources in pairs for tensor in sources] or results
+        inputs = results if self.source is Side.NONE else [tensor for _, sources in pairs for tensor in sources]
         if self.reduces:
             call_reductions = [call.reduction((outputs or sources)[0].dtype) for outputs, sources in pairs]
             steps = [

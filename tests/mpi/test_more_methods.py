@@ -396,8 +396,10 @@ def test_the_profiler_sees_a_synchronous_operation(world: mpicomm.World) -> None
     group = dist.new_group()
     with torch.profiler.profile(record_shapes=True) as profiler:
         dist.all_reduce(torch.ones(3, 2), group=group)
+        dist.scatter(torch.ones(5), [torch.ones(5)] * world.size if world.rank == 0 else None, group=group)
     seen = [(event.name, event.input_shapes) for event in profiler.events() if event.name.startswith("mpicomm:")]
-    assert seen == [("mpicomm:all_reduce", [[3, 2]])]
+    inputs_of_scatter = [[5]] * world.size if world.rank == 0 else []
+    assert seen == [("mpicomm:all_reduce", [[3, 2]]), ("mpicomm:scatter", inputs_of_scatter)]
     dist.destroy_process_group(group)
 
 

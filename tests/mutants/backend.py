@@ -189,6 +189,14 @@ MUTANTS = [
         tests="tests/unit/test_operations.py -k test_invalid_arguments",
     ),
     Mutant(
+        "CollectiveOperation.describe",
+        old="results if self.source is Side.NONE else [tensor for _, sources in pairs for tensor in sources]",
+        new="[tensor for _, sources in pairs for tensor in sources] or results",
+        fault="The profiler reports a receiver's output as the input of scatter.",
+        tests="tests/mpi/test_more_methods.py -k test_the_profiler_sees_a_synchronous",
+        ranks=4,
+    ),
+    Mutant(
         "CollectiveOperation.bind",
         old="bound.apply_defaults()",
         new="bound.arguments.update(dict.fromkeys({*self.fields, 'opts'} - {*bound.arguments}))",
