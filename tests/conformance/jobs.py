@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mpicomm import mpi
@@ -15,7 +15,7 @@ from tests.conformance.journal import Journal
 from tests.conformance.verdicts import Verdict
 from tests.launching import run_ranks
 
-_JOB_LIMIT = 900.0  # seconds for all tests of a job
+JOB_LIMIT_SECONDS = 900.0  # for all tests of a job
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -82,17 +82,17 @@ def until_finished(journal: Journal, start: Callable[[], str], *, shows: bool = 
             _blame(journal, before, output)
 
 
-def start(size: int, command: list[str]) -> str:
+def start(size: int, command: list[str], env: Mapping[str, str] = ENVIRONMENT, limit: float = JOB_LIMIT_SECONDS) -> str:
     """Run Python on `size` ranks, and return its output.
 
     The exit status is ignored: MPI is not finalised after a test that abandons a call, as tests of timeouts do, and the
     launcher reports that as a failure.
     """
     try:
-        outcome = run_ranks(size, command, env=ENVIRONMENT, timeout=_JOB_LIMIT, mpiexec=mpi.library().mpiexec)
+        outcome = run_ranks(size, command, env=env, timeout=limit, mpiexec=mpi.library().mpiexec)
     except AssertionError as error:  # the job was killed, or left processes behind
         return str(error)
-    return outcome.stderr
+    return outcome.stdout + outcome.stderr
 
 
 def _blame(journal: Journal, before: tuple[str, str, bool] | None, output: str) -> None:

@@ -115,7 +115,7 @@ class _Runner:
             journal, plan = Journal(Path(scratch, "journal")), Path(scratch, "plan")
             plan.write_text(json.dumps(names))
             options = ["--journal", str(journal.path), "--scratch", scratch, *self._options]
-            command = ["-m", "tests.conformance.file_ranks", *options, str(plan)]
+            command = ["-m", "tests.conformance.ranks", *options, "--plan", str(plan)]
             jobs.until_finished(journal, lambda: jobs.start(size, command), shows=self._shows)
             return [
                 (path, name, verdict) for path in names for name, verdict in journal.verdicts(Path(path).name).items()

@@ -14,14 +14,20 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 
-from tests.conformance import verdicts
-from tests.horovod_upstream import jobs, page
+from tests.conformance import jobs, verdicts
+from tests.conformance.journal import Journal
+from tests.horovod_upstream import page
+from tests.horovod_upstream.plugin import LABEL
 from tests.horovod_upstream.results import Run, Source, store
 
 _TEST = Path("test", "parallel", "test_torch.py")
 _NEEDED = ("mock", "cloudpickle", "packaging")
+_JOB_LIMIT = 1800.0  # seconds for all tests of a job
+# Without the plugins of this checkout, such as pytest-mpi, which skip tests under mpirun.
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "MPICOMM_HANG_SECONDS": "1000"}
 
 
 def main() -> int:
@@ -35,7 +41,7 @@ def main() -> int:
         file, source = _source(args.path, Path(scratch))
         runs = {}
         for size in args.ranks:
-            runs[size] = jobs.run(size, file, limit=args.limit, pattern=args.k, shows=args.s)
+            runs[size] = _run(size, file, args)
             _show(size, runs[size])
     if args.write:
         store(runs, source)
@@ -67,6 +73,19 @@ def _source(path: Path, scratch: Path) -> tuple[Path, Source]:
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         tar.extractall(scratch, filter="data")
     return scratch / _TEST, Source.of(scratch / _TEST, commit.stdout.strip())
+
+
+def _run(size: int, file: Path, args: argparse.Namespace) -> Run:
+    """Run the tests of a file on `size` ranks, repeatedly until every test has a verdict."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="horovod-tests-") as scratch:
+        journal = Journal(Path(scratch, "journal"))
+        command = ["-m", "mpicomm.horovod", "-m", "pytest", str(file), "-s", "-q"]
+        command += ["-p", "tests.horovod_upstream.plugin", "-p", "no:cacheprovider"]
+        command += ["-k", args.k, "--rootdir", str(file.parent)]
+        command += ["--journal", str(journal.path), "--limit", str(args.limit)]
+        jobs.until_finished(journal, lambda: jobs.start(size, command, _ENVIRONMENT, _JOB_LIMIT), shows=args.s)
+        return Run(journal.verdicts(LABEL), round(time.monotonic() - start, 1))
 
 
 def _show(size: int, run: Run) -> None:

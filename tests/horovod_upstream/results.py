@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpicomm import job_info, mpi
+from mpicomm import mpi
 from mpicomm.reports import result_files
+from tests.conformance.results import about
 from tests.conformance.verdicts import Verdict
 from tests.launching import ROOT
 
@@ -54,12 +55,10 @@ class Run:
 
 def store(runs: Mapping[int, Run], source: Source) -> None:
     """Write the runs with the MPI of this environment into the file."""
-    head = job_info.description("", _COMMAND)
-    about = {name: head[name] for name in ("date", "command", "versions")} | {"cores": head["machine"]["cores"]}
     found = json.loads(PATH.read_text()) if PATH.exists() else {}
     ours = {
         "source": dataclasses.asdict(source),
-        **about,
+        **about(_COMMAND),
         "runs": {str(size): run.to_json() for size, run in runs.items()},
     }
     result_files.write(PATH, dict(sorted({**found, mpi.library().vendor: ours}.items(), reverse=True)))
