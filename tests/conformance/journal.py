@@ -11,7 +11,6 @@ from typing import Any
 from mpicomm import mpi
 from tests.conformance import verdicts
 from tests.conformance.verdicts import FAIL, Verdict
-from tests.time_limits import scaled
 
 _WAIT_SECONDS = 15.0  # for which a rank that failed waits for the others; PyTorch's own barrier times out after 10
 
@@ -34,7 +33,7 @@ class Journal:
         If this rank has failed while others wait, record that and end the job.
         """
         arrival = comm.Ibarrier()
-        if not mpi.poll(arrival.Test, scaled(_WAIT_SECONDS) if own.outcome == FAIL else limit):
+        if not mpi.poll(arrival.Test, _WAIT_SECONDS if own.outcome == FAIL else limit):
             self.end(label, name, Verdict(FAIL, f"rank {comm.rank}: {own.reason} (while other ranks wait)"))
             comm.Abort(1)
         return verdicts.of_ranks(comm.allgather(own))

@@ -21,7 +21,7 @@ from tests.conformance import jobs, verdicts
 from tests.conformance.journal import Journal
 from tests.horovod_upstream import page
 from tests.horovod_upstream.plugin import LABEL
-from tests.horovod_upstream.results import Run, Source, store
+from tests.horovod_upstream.results import Run, store
 
 _TEST = Path("test", "parallel", "test_torch.py")
 _NEEDED = ("mock", "cloudpickle", "packaging")
@@ -38,14 +38,14 @@ def main() -> int:
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         sys.exit(f"Horovod's tests need {', '.join(missing)}.\nRun: pip install {' '.join(missing)}")
     with tempfile.TemporaryDirectory(prefix="horovod-tests-") as scratch:
-        file, source = _source(args.path, Path(scratch))
+        file, commit = _source(args.path, Path(scratch))
         runs = {}
         for size in args.ranks:
             runs[size] = _run(size, file, args)
             _show(size, runs[size])
-    if args.write:
-        store(runs, source)
-        page.write()
+        if args.write:
+            store(runs, file, commit)
+            page.write()
     return int(any(run.count(verdicts.FAIL) for run in runs.values()))
 
 
@@ -64,15 +64,15 @@ def _parse() -> argparse.Namespace:
     return args
 
 
-def _source(path: Path, scratch: Path) -> tuple[Path, Source]:
-    """Return the test file, and its origin; from a git directory, the tests are extracted to `scratch`."""
+def _source(path: Path, scratch: Path) -> tuple[Path, str]:
+    """Return the test file, and the commit of a git directory, from which the tests are extracted to `scratch`."""
     if path.is_file():
-        return path.resolve(), Source.of(path, "")
+        return path.resolve(), ""
     commit = subprocess.run(["git", "-C", path, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     archive = subprocess.run(["git", "-C", path, "archive", "HEAD", "test"], capture_output=True, check=True)
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         tar.extractall(scratch, filter="data")
-    return scratch / _TEST, Source.of(scratch / _TEST, commit.stdout.strip())
+    return scratch / _TEST, commit.stdout.strip()
 
 
 def _run(size: int, file: Path, args: argparse.Namespace) -> Run:

@@ -97,17 +97,9 @@ class _Ranks:
 
 def _verdict(reports: list[pytest.TestReport]) -> Verdict:
     """Return the verdict of this rank from the reports of the set-up, the test and the teardown."""
-    for report in reports:
-        if report.failed:
-            sys.stderr.write(f"{report.longreprtext}\n")
-            crash = getattr(report.longrepr, "reprcrash", None)
-            lines = [each for each in report.longreprtext.splitlines() if each.startswith(">")]
-            where = f" in `{lines[-1][1:].strip()}`" if lines else ""
-            return Verdict(
-                verdicts.FAIL, verdicts.in_one_line(f"{crash.message if crash else report.longreprtext}{where}")
-            )
-    for report in reports:
-        if report.skipped:
-            assert isinstance(report.longrepr, tuple)
-            return Verdict(verdicts.SKIP, verdicts.in_one_line(report.longrepr[2].removeprefix("Skipped: ")))
-    return Verdict(verdicts.PASS)
+    not_passed = sorted((each for each in reports if each.failed or each.skipped), key=lambda each: each.skipped)
+    if not not_passed:
+        return Verdict(verdicts.PASS)
+    if not_passed[0].failed:
+        sys.stderr.write(f"{not_passed[0].longreprtext}\n")
+    return verdicts.of_report(not_passed[0])

@@ -20,21 +20,6 @@ _COMMAND = "python -m tests.horovod_upstream GIT_DIRECTORY --write"
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """The origin of the test file."""
-
-    commit: str
-    """The commit of Horovod; empty if unknown."""
-
-    sha256: str
-    """The digest of the file."""
-
-    @classmethod
-    def of(cls, file: Path, commit: str) -> Source:
-        return cls(commit, hashlib.sha256(file.read_bytes()).hexdigest())
-
-
-@dataclasses.dataclass(frozen=True)
 class Run:
     """The verdicts with one number of ranks."""
 
@@ -53,11 +38,11 @@ class Run:
         return cls({name: Verdict.parse(text) for name, text in raw["tests"].items()}, raw["seconds"])
 
 
-def store(runs: Mapping[int, Run], source: Source) -> None:
-    """Write the runs with the MPI of this environment into the file."""
+def store(runs: Mapping[int, Run], file: Path, commit: str) -> None:
+    """Write the runs of a test file, of a commit of Horovod, with the MPI of this environment."""
     found = json.loads(PATH.read_text()) if PATH.exists() else {}
     ours = {
-        "source": dataclasses.asdict(source),
+        "source": {"commit": commit, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()},
         **about(_COMMAND),
         "runs": {str(size): run.to_json() for size, run in runs.items()},
     }
