@@ -130,7 +130,6 @@ def main() -> None:
         for path, names in json.loads(args.plan.read_text()).items():
             ranks.run(UpstreamFile(Path(path), world.rank, creation), names.__contains__)
     elif not args.of_torch:
-        routing.declare_features()
         routing.route()
     for label in args.labels:
         suite = upstream.Suite(label, world.rank, world.size)

@@ -78,9 +78,9 @@ class Run:
 
 def measure(size: int, *, with_gloo: bool, **options: Any) -> Run:
     """Run the tests on `size` ranks under all labels; `jobs.run` describes the options."""
-    found = jobs.run(size, LABELS, **options)
-    gloo = jobs.run(size, ["gloo"], of_torch=True, **options).by_label["gloo"] if with_gloo else {}
-    return Run(found.by_label, gloo, found.seconds)
+    ours, seconds = jobs.run(size, LABELS, **options)
+    gloo = jobs.run(size, ["gloo"], of_torch=True, **options)[0]["gloo"] if with_gloo else {}
+    return Run(ours, gloo, seconds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,17 +53,11 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.conformance.upstream_files", description=__doc__.splitlines()[0]
-    )
+    parser = jobs.parser("tests.conformance.upstream_files", __doc__, limit=300)
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a test file of PyTorch's repository")
-    parser.add_argument("--write", action="store_true", help="write the results and the page")
-    parser.add_argument("--limit", type=float, default=300, metavar="S", help="time limit of a test in seconds (300)")
-    parser.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain TEXT")
     parser.add_argument(
         "--leave-out", nargs="+", default=[], metavar="TEXT", help="do not run tests with TEXT in the name"
     )
-    parser.add_argument("-s", action="store_true", help="show the output of the ranks")
     return parser.parse_args()
 
 

@@ -50,14 +50,10 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.horovod_upstream", description=__doc__.splitlines()[0])
+    parser = jobs.parser("tests.horovod_upstream", __doc__, limit=180)
     parser.add_argument("path", nargs="?", type=Path, help="Horovod's test_torch.py, or a git directory of Horovod")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="numbers of ranks (2 4)")
-    parser.add_argument("--write", action="store_true", help="write the results and the page")
     parser.add_argument("--page", action="store_true", help="only generate the page from the existing results")
-    parser.add_argument("--limit", type=float, default=180, metavar="S", help="time limit of a test in seconds (180)")
-    parser.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain TEXT")
-    parser.add_argument("-s", action="store_true", help="show the output of the ranks")
     args = parser.parse_args()
     if args.path is None and not args.page:
         parser.error("PATH is missing: pass Horovod's test_torch.py or a git directory of Horovod")
