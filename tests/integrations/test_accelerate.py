@@ -25,9 +25,10 @@ def test_a_loop_learns_with_each_launcher(run, command, size):
 
 
 @pytest.mark.make_integrations
-def test_the_test_script_of_accelerate_passes(run):
-    outcome = run("mpirun -n 2 python -m tests.integrations.accelerate_script", _parts)
-    assert len(re.findall(r"^rank \d of \d has passed$", outcome.stdout, re.MULTILINE)) == 2, outcome
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_test_script_of_accelerate_passes(run, size):
+    outcome = run(f"mpirun -n {size} python -m tests.integrations.accelerate_script", _parts)
+    assert len(re.findall(r"^rank \d of \d has passed$", outcome.stdout, re.MULTILINE)) == size, outcome
 
 
 def _parts(outcome):

@@ -11,6 +11,7 @@ from tests.launching import Outcome, run_ranks
 
 PACKAGES = ("tensorflow-cpu",)
 COMMANDS = [
+    ("mpirun -n 2 python -m mpicomm.examples.integrations.tensorflow_digits", 2),
     ("mpirun -n 4 python -m mpicomm.examples.integrations.tensorflow_digits", 4),
     ("torchrun --nproc-per-node 2 examples/integrations/tensorflow_digits.py", 2),
 ]
