@@ -39,6 +39,15 @@ if world.rank == 0:
     print("passed")
 """
 
+RAISES = """
+import mpicomm
+from mpicomm.integrations.dask import cluster
+world = mpicomm.bootstrap()
+with cluster(world) as client:
+    if client is not None:
+        client.submit(divmod, 1, 0).result()
+"""
+
 # Each is an error on every rank, or on rank 0 alone, and the job continues.
 ERRORS = """
 import distributed, mpicomm
@@ -59,6 +68,7 @@ def attempt(kind, **arguments):
         print(f"{world.rank}: {str(error).splitlines()[0]}\\n", end="", flush=True)
     mpicomm.barrier()
 
+attempt("TypeError", world=None)
 attempt("TypeError", thread=2)
 attempt("TypeError", name="worker")
 attempt("ValueError", threads=0)
@@ -75,6 +85,7 @@ attempt("MpicommError", security=True)
 UNKNOWN = "expected threads, security or an argument of distributed.Worker."
 START = "rank {} on HOST: cannot start the cluster:"
 EXPECTED_ERRORS = [
+    "world must be a World, from bootstrap(), got None (NoneType).",
     f"cluster() got an unknown argument 'thread', {UNKNOWN}",
     f"cluster() got an unknown argument 'name', {UNKNOWN}",
     "threads must be a positive integer, got 0.",
@@ -116,6 +127,14 @@ def test_clusters(ranks: int, program: str) -> None:
     outcome = run_ranks(ranks, program)
     assert outcome.status == 0, outcome
     assert outcome.stdout == "passed\n", outcome
+
+
+def test_an_exception_on_rank_0_ends_the_job() -> None:
+    outcome = run_ranks(3, RAISES)
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.count("\nZeroDivisionError: ") == 1, outcome
+    assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
+    assert "TCPStore" not in outcome.stderr, outcome
 
 
 def test_errors_on_every_rank() -> None:

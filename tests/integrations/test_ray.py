@@ -57,6 +57,16 @@ with cluster(world):
     time.sleep(600)
 """
 
+RAISES = """
+import ray, mpicomm
+from mpicomm.integrations.ray import cluster
+world = mpicomm.bootstrap()
+with cluster(world):
+    if world.rank == 0:
+        ray.get(ray.remote(lambda: 0).remote())
+        raise KeyError("left")
+"""
+
 # Each is an error on every rank, and the job continues.
 ERRORS = """
 import ray, mpicomm
@@ -74,6 +84,7 @@ def attempt(kind, **arguments):
         print(f"{world.rank}: {first} {last}\\n", end="", flush=True)
     mpicomm.barrier()
 
+attempt("TypeError", world=None)
 attempt("TypeError", options="--num-gpus=1")
 attempt("TypeError", options=["--num-gpus", 1])
 attempt("MpicommError", options=["--num-gpu=1"])
@@ -84,6 +95,7 @@ PASS_LIST = 'Pass a list of options, such as ["--num-gpus=4"].'
 RUN_IT = "Correct the options, or run `ray start --head --num-gpu=1` on that host to see the whole output."
 SHUT_DOWN = "Remove the call of ray.init(), or call ray.shutdown() before cluster()."
 EXPECTED_ERRORS = [
+    "world must be a World, from bootstrap(), got None (NoneType). Pass world, from world = mpicomm.bootstrap().",
     f"options must be a sequence of str, got '--num-gpus=1' (str). {PASS_LIST}",
     f"options must be a sequence of str, got ['--num-gpus', 1] (list). {PASS_LIST}",
     f"rank 0 on HOST: `ray start` with options=['--num-gpu=1'] exited with status 2; its last lines: {RUN_IT}",
@@ -118,6 +130,14 @@ def test_ray_ends_with_a_killed_job() -> None:
     assert outcome.status != 0, outcome
     assert "Traceback" not in outcome.stderr, outcome
     assert "[mpicomm] rank 1 of 2" in outcome.stderr, outcome
+
+
+def test_an_exception_on_rank_0_ends_the_job() -> None:
+    outcome = run_ranks(2, RAISES)
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.count("\nKeyError: 'left'") == 1, outcome
+    assert outcome.stderr.count("Traceback (most recent call last)") == 1, outcome
+    assert "TCPStore" not in outcome.stderr, outcome
 
 
 def test_errors_on_every_rank() -> None:

@@ -49,6 +49,10 @@ import mpicomm
 import tensorflow as tf
 from mpicomm.integrations.tensorflow import cluster_resolver
 world = mpicomm.bootstrap()
+try:
+    cluster_resolver(None)
+except TypeError as error:
+    assert "world must be a World, from bootstrap(), got None" in str(error), error
 cluster_resolver(world)
 cluster_resolver(world)
 assert tf.config.threading.get_inter_op_parallelism_threads() == 0
