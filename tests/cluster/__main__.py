@@ -48,8 +48,6 @@ def parse_arguments() -> argparse.Namespace:
     each.add_argument("--nodes", type=int, default=4, choices=range(1, 100), metavar="N", help="hosts (%(default)s)")
     each.add_argument("--cpus", type=int, default=4, help="CPUs that Slurm sees on each (%(default)s)")
     each.add_argument("--gpus", type=int, default=2, help="GPUs that Slurm sees on each (%(default)s)")
-    each.add_argument("--loopback-names", action="store_true", help="let a host's own name stand for 127.0.1.1 there")
-    each.add_argument("--share", type=Path, action="append", default=[], help="a directory in /tmp that all hosts see")
     each.set_defaults(function=up)
 
     each = commands.add_parser("down", help="end it, and leave nothing")
@@ -73,15 +71,13 @@ def parse_arguments() -> argparse.Namespace:
 
 def up(arguments: argparse.Namespace) -> None:
     directory = (arguments.directory or layouts.default_directory(arguments.number)).resolve()
-    shared = tuple(dict.fromkeys([*layouts.paths_to_share(), *(path.resolve() for path in arguments.share)]))
     layout = Layout(
         number=arguments.number,
         directory=directory,
         nodes=arguments.nodes,
         cpus=arguments.cpus,
         gpus=arguments.gpus,
-        loopback_names=arguments.loopback_names,
-        shared=shared,
+        shared=layouts.paths_to_share(),
     )
     cluster.up(layout)
     sys.stdout.write(

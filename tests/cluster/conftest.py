@@ -24,8 +24,7 @@ from tests.cluster.running import Cluster, Flavour
 from tests.launching import OTHER_MPI_ENV
 
 HERE = Path(__file__).resolve().parent
-# Each worker of pytest-xdist has its own cluster. test_hosts.py uses the numbers between them, and `make cluster-up`
-# uses 0.
+# Each worker of pytest-xdist has its own cluster. test_hosts.py uses number 2, and `make cluster-up` uses 0.
 NUMBER = 1 + 3 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 FIRST = "test_preemption"
 """The module whose tests wait longest: it starts first, so that other tests run at the same time."""

@@ -131,16 +131,17 @@ def processes_on(layout: Layout, name: str) -> dict[int, str]:
     return {pid: line for pid, line in found.items() if line and processes.started(pid)}
 
 
-def write_names(layout: Layout, name: str, *, loopback: bool | None = None) -> None:
+def write_names(layout: Layout, name: str, *, loopback: bool = False) -> None:
     """Write a host's /etc/hosts, which the host reads again for each look-up.
 
     Args:
-        loopback: Whether its own name resolves to 127.0.1.1; by default, as the layout specifies.
+        loopback: Whether its own name resolves to 127.0.1.1, as on Debian.
     """
     lines = ["127.0.0.1 localhost", f"{layout.address(LOGIN)} {LOGIN} {socket.gethostname()}"]
-    for other in layout.names:
-        is_hidden = other == name and (layout.loopback_names if loopback is None else loopback)
-        lines.append(f"{'127.0.1.1' if is_hidden else layout.address(other)} {other}")
+    addresses = {other: layout.address(other) for other in layout.names}
+    if loopback:
+        addresses[name] = "127.0.1.1"
+    lines += [f"{address} {other}" for other, address in addresses.items()]
     path = layout.directory / "etc" / f"{name}.hosts"
     path.write_text("".join(f"{line}\n" for line in lines))
 

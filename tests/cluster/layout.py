@@ -33,9 +33,6 @@ class Layout:
     nodes: int = 4
     cpus: int = 4
     gpus: int = 2
-    loopback_names: bool = False
-    """Whether a host's own name resolves to 127.0.1.1 in its /etc/hosts, as on Debian."""
-
     shared: tuple[Path, ...] = ()
     """Directories that every host sees at the same path. Hosts share all directories outside /tmp anyway."""
 

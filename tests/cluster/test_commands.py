@@ -14,19 +14,18 @@ from tests.launching import ROOT
 NODES = ["-N2", "--ntasks-per-node=2", "--nodelist=node3,node4"]
 PAIR = ["-N2", "-n2", "--nodelist=node3,node4"]
 HOST_OF_RANK_0 = ["-N1", "-n1", "-w", "node3"]
-LEAVE = """
-import sys, time
-import mpicomm
-world = mpicomm.bootstrap()
-time.sleep(0.2 * world.rank)
-sys.exit(85)
-"""
 
 
-def test_run_takes_the_whole_allocation(cluster: Cluster, flavour: Flavour) -> None:
-    outcome = cluster.run("salloc", *NODES, flavour.python, "-m", "mpicomm", "run", *PLACE)
+def test_run_takes_the_whole_allocation_and_writes_a_log_for_each_rank(cluster: Cluster, flavour: Flavour) -> None:
+    logs = cluster.folder()
+    outcome = cluster.run("salloc", *NODES, flavour.python, "-m", "mpicomm", "run", f"--log-dir={logs}", *PLACE)
     assert outcome.status == 0, outcome
-    check_places(places(outcome), ["node3", "node3", "node4", "node4"])
+    written = [logs / f"rank_{rank:03d}.log" for rank in range(4)]
+    assert sorted(logs.iterdir()) == written
+    check_places(
+        [place for path in written for place in places(path.read_text())], ["node3", "node3", "node4", "node4"]
+    )
+    assert [place["rank"] for place in places(outcome)] == [0]
     assert f"srun --mpi={flavour.srun_type} " in outcome.stderr, outcome
 
 
@@ -39,25 +38,6 @@ def test_run_takes_all_components_of_a_heterogeneous_job(cluster: Cluster, flavo
     first, second = (found[rank]["hostname"] for rank in (0, 1))
     assert first != second
     check_places(found, [first, second, second])
-
-
-def test_run_passes_the_status_with_which_all_ranks_leave(cluster: Cluster, flavour: Flavour) -> None:
-    """The ranks exit at different times. From the status, a job script detects that the trainer must start again."""
-    script = cluster.folder() / "leave.py"
-    script.write_text(LEAVE)
-    outcome = cluster.run("salloc", *NODES, flavour.python, "-m", "mpicomm", "run", script)
-    assert outcome.status == 85, outcome
-
-
-def test_run_writes_a_log_for_each_rank(cluster: Cluster, flavour: Flavour) -> None:
-    logs = cluster.folder()
-    run = [flavour.python, "-m", "mpicomm", "run", f"--log-dir={logs}", "-n", 3, *PLACE]
-    outcome = cluster.run("salloc", *NODES, *run)
-    assert outcome.status == 0, outcome
-    written = [logs / f"rank_{rank:03d}.log" for rank in range(3)]
-    assert sorted(logs.iterdir()) == written
-    assert [place["rank"] for path in written for place in places(path.read_text())] == [0, 1, 2]
-    assert [place["rank"] for place in places(outcome)] == [0]
 
 
 def test_info_lists_every_host(cluster: Cluster, flavour: Flavour) -> None:
@@ -108,16 +88,6 @@ def test_top_shows_a_job_of_srun(cluster: Cluster, open_mpi: Flavour) -> None:
     assert [(rank["rank"], rank["host"]) for rank in found["ranks"]] == [(0, "node3"), (1, "node4")], outcome
     assert all(rank["line"].startswith("loop.py:") for rank in found["ranks"]), outcome
     assert all(rank["memory"] > 10 * 2**20 for rank in found["ranks"]), outcome
-
-
-def test_starts_are_measured_on_all_nodes(cluster: Cluster, open_mpi: Flavour) -> None:
-    file = cluster.folder() / "startup.json"
-    bench = [open_mpi.python, "-m", "benchmarks.startup", "--ranks", 4, "--rounds", 1, "--json", file]
-    outcome = cluster.run("salloc", *NODES, *bench)
-    assert outcome.status == 0, outcome
-    ours, theirs = json.loads(file.read_text())["starts"]
-    assert (ours["way"], theirs["way"]) == ("mpicomm", "torchrun + Gloo")
-    assert ours["seconds"] > 0 < theirs["seconds"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("slurm_*.sbatch")), ids=lambda path: path.stem)

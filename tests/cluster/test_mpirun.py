@@ -1,4 +1,4 @@
-"""Several hosts without a scheduler: a launcher's remote agent starts the ranks, or a user starts them on each host."""
+"""Several hosts without a scheduler: a launcher's remote agent starts the ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster import hosts
-from tests.cluster.layout import ROOT
-from tests.cluster.running import Cluster, Flavour, places, quoted
+from tests.cluster.running import Cluster, Flavour, places
 from tests.cluster.test_slurm import PLACE, check_places
 
 UNEVEN = ["node1", "node1", "node1", "node2"]
@@ -66,18 +65,3 @@ def test_rendezvous_over_ipv6(cluster: Cluster, flavour: Flavour) -> None:
     found = places(outcome)
     check_places(found, ["node1", "node2"])
     assert [(place["master_addr"], place["is_watched"]) for place in found] == [(address, True)] * 2
-
-
-def test_torchrun_by_hand(cluster: Cluster, open_mpi: Flavour) -> None:
-    torchrun = [open_mpi.python, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-    torchrun += ["--master-addr=node1", "--master-port=29500"]
-
-    def on(host: str, node_rank: int) -> str:
-        line = f"cd {quoted(ROOT)}; OMP_NUM_THREADS=1 {quoted(*torchrun, f'--node-rank={node_rank}', *PLACE)}"
-        return quoted(cluster.layout.agent, host, line)
-
-    outcome = cluster.shell(f"{on('node2', 1)} & {on('node1', 0)} && wait $!")
-    assert outcome.status == 0, outcome
-    found = places(outcome)
-    check_places(found, ["node1", "node1", "node2", "node2"])
-    assert {(place["launcher"], place["master_addr"]) for place in found} == {("torchrun", "node1")}

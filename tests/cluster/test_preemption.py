@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import processes
 from tests.cluster.layout import ROOT
-from tests.cluster.running import SECONDS, Cluster, Flavour
+from tests.cluster.running import Cluster, Flavour
 
 NODES = 2
 LIMIT = 480.0
@@ -46,15 +45,10 @@ def jobs(cluster: Cluster, open_mpi: Flavour) -> Jobs:
     """Run all jobs until each has ended in its own way."""
     found = {
         "left alone": submit(cluster, open_mpi.python, LONG, 0.02),
-        "warned by a person": submit(cluster, open_mpi.python, LONG, 0.05),
         "warned of the time limit": submit(cluster, open_mpi.python, WARNED, 2.4),
     }
     step = f"srun --mpi=pmix {open_mpi.python} -m tests.cluster.loop {cluster.folder() / 'begun'}"
     found["out of time"] = cluster.submit("loop.sh", f"-N{NODES}", "--time=1", lines=step)
-    figures = found["warned by a person"] / "run" / "metrics.jsonl"
-    processes.wait_until(lambda: figures.exists() and figures.stat().st_size, SECONDS, "the run has made some steps")
-    outcome = cluster.run("scancel", "--signal=USR1", (figures.parents[1] / "job").read_text())
-    assert outcome.status == 0, outcome
     for folder in found.values():
         cluster.finish(folder, LIMIT)
     return found
@@ -76,10 +70,10 @@ def test_left_alone(cluster: Cluster, jobs: Jobs) -> None:
     assert (properties["JobState"], properties["Restarts"]) == ("COMPLETED", "0"), jobs["left alone"]
 
 
-@pytest.mark.parametrize("name", ["warned by a person", "warned of the time limit"])
-def test_requeued_by_its_script(cluster: Cluster, jobs: Jobs, name: str) -> None:
-    properties = about(cluster, jobs[name])
-    output = (jobs[name] / "0.out").read_text()
+def test_requeued_by_its_script(cluster: Cluster, jobs: Jobs) -> None:
+    requeued = jobs["warned of the time limit"]
+    properties = about(cluster, requeued)
+    output = (requeued / "0.out").read_text()
     assert properties["JobState"] == "COMPLETED", output
     assert int(properties["Restarts"]) >= 1, output
     assert output.count("pids ") == int(properties["Restarts"]) + 1, output
@@ -87,7 +81,7 @@ def test_requeued_by_its_script(cluster: Cluster, jobs: Jobs, name: str) -> None
     assert output.count("Exited with exit code 85") == int(properties["Restarts"]) * NODES, output
     calm = finals(jobs["left alone"])
     for key in ("digest", "step"):
-        assert [each[key] for each in finals(jobs[name])] == [each[key] for each in calm], key
+        assert [each[key] for each in finals(requeued)] == [each[key] for each in calm], key
 
 
 def test_a_job_that_is_out_of_time(cluster: Cluster, jobs: Jobs) -> None:

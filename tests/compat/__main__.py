@@ -35,21 +35,21 @@ def _run(environment: Environment, arguments: argparse.Namespace) -> int:
     try:
         environment.install()
     except (subprocess.CalledProcessError, FileNotFoundError) as error:
-        _print(f"cannot install {environment.path.relative_to(ROOT)}: {error}")
+        print(f"cannot install {environment.path.relative_to(ROOT)}: {error}", flush=True)
         return 1
     facts = environment.facts()
-    _print("Testing " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    print("Testing " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()), flush=True)
     parts = {}
     for name, part in Suite(environment, arguments.limit).run():
         parts[name] = part
-        _print(f"  {name}: {part}")
+        print(f"  {name}: {part}", flush=True)
     if arguments.write:
         shown = [each for each in sys.argv[1:] if each not in ("--write", "--remove")]
         path = results.write(facts, parts, shlex.join(["python", "-m", "tests.compat", *shown]))
         figures.write()
-        _print(f"wrote {path.relative_to(ROOT)} and its row in docs/compatibility.md")
+        print(f"wrote {path.relative_to(ROOT)} and its row in docs/compatibility.md", flush=True)
     failed = [name for name, part in parts.items() if not part.is_good]
-    _print(f"failed: {', '.join(failed)}" if failed else f"{len(parts)} parts passed")
+    print(f"failed: {', '.join(failed)}" if failed else f"{len(parts)} parts passed", flush=True)
     return 1 if failed else 0
 
 
@@ -74,11 +74,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--remove", action="store_true", help="remove the environment (several GB) afterwards")
     parser.add_argument("--write", action="store_true", help="write the results and the table")
     return parser.parse_args()
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

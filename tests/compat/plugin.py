@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.compat.suite import JOURNAL
+from tests.conformance import verdicts
 from tests.conformance.journal import Journal
-from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict, in_one_line
+from tests.conformance.verdicts import FAIL, PASS, Verdict
 
 UNREADABLE = "import of the tests"
 """The part name of test modules that cannot be imported."""
-
-_OUTCOMES = {"passed": PASS, "failed": FAIL, "skipped": SKIP}
 
 
 @pytest.hookimpl(tryfirst=True)  # before MPI_Init, which waits for all ranks: no rank has written to the journal yet
@@ -51,7 +50,7 @@ class _Recorder:
         """Record a module that cannot be imported."""
         if report.failed and self._is_first():
             self._journal.start(UNREADABLE, report.nodeid)
-            self._journal.end(UNREADABLE, report.nodeid, _verdict(report))
+            self._journal.end(UNREADABLE, report.nodeid, verdicts.of_report(report))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._worst = Verdict(PASS)
@@ -61,7 +60,7 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the verdict of a phase that did not pass; the first failure takes precedence."""
         if report.failed or (report.skipped and self._worst.outcome == PASS):
-            self._worst = self._worst if self._worst.outcome == FAIL else _verdict(report)
+            self._worst = self._worst if self._worst.outcome == FAIL else verdicts.of_report(report)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         if self._is_first():
@@ -78,12 +77,3 @@ class _Recorder:
         from mpicomm import mpi
 
         return mpi.job_comm().rank == 0
-
-
-def _verdict(report: pytest.TestReport | pytest.CollectReport) -> Verdict:
-    """Return a report's outcome with the message of the failure, or the reason of a skip."""
-    if isinstance(report.longrepr, tuple):
-        return Verdict(_OUTCOMES[report.outcome], in_one_line(str(report.longrepr[2])))
-    crash = getattr(report.longrepr, "reprcrash", None)
-    reason = crash.message if crash else report.longreprtext
-    return Verdict(_OUTCOMES[report.outcome], in_one_line(reason))

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 
-from tests.conformance import page, verdicts
+from tests.conformance import jobs, page, verdicts
 from tests.conformance.results import Results, Run, measure
 
 
@@ -31,26 +31,22 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
+    parser = jobs.parser("tests.conformance", __doc__, limit=60)
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks (4; with --write 3 and 4)")
     parser.add_argument("--at-least", type=int, default=0, metavar="N", help="fail if fewer tests pass")
     parser.add_argument("--gloo", action="store_true", help="also run torch's own Gloo, for comparison")
-    parser.add_argument("--write", action="store_true", help="write the results and the page")
     parser.add_argument("--page", action="store_true", help="only generate the page from the existing results")
-    parser.add_argument("--limit", type=float, default=60, metavar="S", help="time limit of a test in seconds (60)")
-    parser.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain TEXT")
     parser.add_argument("--sample", action="store_true", help="run only some tests of each kind (sample.py)")
-    parser.add_argument("-s", action="store_true", help="show the output of the ranks")
     return parser.parse_args()
 
 
 def _show(size: int, run: Run) -> None:
     """Print how many tests passed, and the shortfalls."""
     for column, counts in run.counts().items():
-        _print(f"{size} ranks, {column:8} " + ", ".join(f"{n:3} {outcome}" for outcome, n in counts.items()))
+        print(f"{size} ranks, {column:8} " + ", ".join(f"{n:3} {outcome}" for outcome, n in counts.items()), flush=True)
     for name in page.shortfalls(run):
-        _print(f"  {name}: {run.verdict(name)}")
-    _print(f"  {run.seconds:.0f} s")
+        print(f"  {name}: {run.verdict(name)}", flush=True)
+    print(f"  {run.seconds:.0f} s", flush=True)
 
 
 def _status(runs: Mapping[int, Run], at_least: int) -> int:
@@ -59,14 +55,9 @@ def _status(runs: Mapping[int, Run], at_least: int) -> int:
     if any(total[verdicts.FAIL] for total in totals.values()):
         return 1
     if totals[max(totals)][verdicts.PASS] < at_least:
-        _print(f"fewer than {at_least} tests pass")
+        print(f"fewer than {at_least} tests pass", flush=True)
         return 1
     return 0
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

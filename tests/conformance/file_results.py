@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mpicomm import job_info
 from mpicomm.reports import result_files
+from tests.conformance import results
 from tests.conformance.results import DIRECTORY
 from tests.conformance.verdicts import PASS, SKIP, Verdict
 
@@ -77,13 +77,11 @@ class FileResults:
     @classmethod
     def of(cls, files: Mapping[str, File]) -> FileResults:
         """Describe files that were run now, in this environment, and add the other tests of its results file."""
-        head = job_info.description("", _COMMAND)
-        about = {name: head[name] for name in ("date", "command", "versions")} | {"cores": head["machine"]["cores"]}
-        found = cls(about, files)
+        found = cls(results.about(_COMMAND), files)
         for earlier in read_all():
             if earlier.torch == found.torch:
                 merged = {label: file.added_to(earlier.files.get(label)) for label, file in files.items()}
-                return cls(about, {**earlier.files, **merged})
+                return cls(found.about, {**earlier.files, **merged})
         return found
 
     @property

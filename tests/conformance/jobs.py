@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mpicomm import mpi
@@ -15,7 +15,7 @@ from tests.conformance.journal import Journal
 from tests.conformance.verdicts import Verdict
 from tests.launching import run_ranks
 
-_JOB_LIMIT = 900.0  # seconds for all tests of a job
+JOB_LIMIT_SECONDS = 900.0  # for all tests of a job
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -25,12 +25,18 @@ ENVIRONMENT = {
 """The variables that the ranks need."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The verdicts on the tests under some labels."""
+def parser(prog: str, description: str, limit: float) -> argparse.ArgumentParser:
+    """Return a parser with the options that all programs have.
 
-    by_label: dict[str, dict[str, Verdict]]
-    seconds: float
+    Args:
+        limit: The default time limit of a test in seconds.
+    """
+    made = argparse.ArgumentParser(prog=f"python -m {prog}", description=description.splitlines()[0])
+    made.add_argument("--write", action="store_true", help="write the results and the page")
+    made.add_argument("--limit", type=float, default=limit, metavar="S", help="time limit of a test (%(default)s s)")
+    made.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain TEXT")
+    made.add_argument("-s", action="store_true", help="show the output of the ranks")
+    return made
 
 
 def run(
@@ -42,8 +48,8 @@ def run(
     pattern: str = "",
     sample: bool = False,
     shows: bool = False,
-) -> Found:
-    """Run PyTorch's tests on `size` ranks.
+) -> tuple[dict[str, dict[str, Verdict]], float]:
+    """Run PyTorch's tests on `size` ranks, and return the verdicts by label and name, and the seconds.
 
     Args:
         labels: The backend names under which to run them.
@@ -60,7 +66,7 @@ def run(
         flags = [*["--of-torch"] * of_torch, *["--sample"] * sample]
         command = ["-m", "tests.conformance.ranks", *options, *flags, *labels]
         until_finished(journal, lambda: start(size, command), shows=shows)
-        return Found({label: journal.verdicts(label) for label in labels}, round(time.monotonic() - began, 1))
+        return {label: journal.verdicts(label) for label in labels}, round(time.monotonic() - began, 1)
 
 
 def until_finished(journal: Journal, start: Callable[[], str], *, shows: bool = False) -> None:
@@ -82,17 +88,17 @@ def until_finished(journal: Journal, start: Callable[[], str], *, shows: bool = 
             _blame(journal, before, output)
 
 
-def start(size: int, command: list[str]) -> str:
+def start(size: int, command: list[str], env: Mapping[str, str] = ENVIRONMENT, limit: float = JOB_LIMIT_SECONDS) -> str:
     """Run Python on `size` ranks, and return its output.
 
     The exit status is ignored: MPI is not finalised after a test that abandons a call, as tests of timeouts do, and the
     launcher reports that as a failure.
     """
     try:
-        outcome = run_ranks(size, command, env=ENVIRONMENT, timeout=_JOB_LIMIT, mpiexec=mpi.library().mpiexec)
+        outcome = run_ranks(size, command, env=env, timeout=limit, mpiexec=mpi.library().mpiexec)
     except AssertionError as error:  # the job was killed, or left processes behind
         return str(error)
-    return outcome.stderr
+    return outcome.stdout + outcome.stderr
 
 
 def _blame(journal: Journal, before: tuple[str, str, bool] | None, output: str) -> None:

@@ -8,7 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.conformance.verdicts import Verdict
+from mpicomm import mpi
+from tests.conformance import verdicts
+from tests.conformance.verdicts import FAIL, Verdict
+
+_WAIT_SECONDS = 15.0  # for which a rank that failed waits for the others; PyTorch's own barrier times out after 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +26,17 @@ class Journal:
 
     def end(self, label: str, name: str, verdict: Verdict) -> None:
         self._write({"label": label, "end": name, "verdict": str(verdict)})
+
+    def agree(self, comm: Any, label: str, name: str, own: Verdict, limit: float) -> Verdict:
+        """Return the combined verdict, after all ranks have finished the test (collective).
+
+        If this rank has failed while others wait, record that and end the job.
+        """
+        arrival = comm.Ibarrier()
+        if not mpi.poll(arrival.Test, _WAIT_SECONDS if own.outcome == FAIL else limit):
+            self.end(label, name, Verdict(FAIL, f"rank {comm.rank}: {own.reason} (while other ranks wait)"))
+            comm.Abort(1)
+        return verdicts.of_ranks(comm.allgather(own))
 
     def finish(self) -> None:
         """Record that all tests have run."""

@@ -77,7 +77,7 @@ def _summary(measured: Sequence[Results]) -> str:
             cells = [_shown_counts(counts.get(column)) for column in ("all", *LABELS, GLOO)]
             rows.append([each.mpi, str(size), f"**{cells[0]}**", *cells[1:], f"{run.seconds:.0f}"])
     head = ["MPI", "ranks", "pass / fail / skip", *(f"as `{label}`" for label in LABELS), "torch's Gloo", "seconds"]
-    return "## Summary\n\n" + _table(head, rows)
+    return "## Summary\n\n" + table(head, rows)
 
 
 def _shown_counts(counts: dict[str, int] | None) -> str:
@@ -94,8 +94,8 @@ def _shortfalls(measured: Sequence[Results]) -> str:
             f"`{name}`",
             f"{each.mpi}, {size} ranks",
             run.verdict(name).outcome,
-            _shown(run.gloo.get(name)),
-            _why(run, name),
+            shown(run.gloo.get(name)),
+            escaped(run.verdict(name).reason),
         ]
         for each in measured
         for size, run in each.runs.items()
@@ -103,7 +103,7 @@ def _shortfalls(measured: Sequence[Results]) -> str:
     ]
     if not rows:
         return "## Shortfalls\n\nNo test of `DistributedTest` fails, and mpicomm passes each that Gloo passes.\n"
-    return "## Shortfalls\n\n" + _table(["test", "on", "mpicomm", GLOO, "reason"], rows)
+    return "## Shortfalls\n\n" + table(["test", "on", "mpicomm", GLOO, "reason"], rows)
 
 
 def shortfalls(run: Run) -> list[str]:
@@ -114,10 +114,6 @@ def shortfalls(run: Run) -> list[str]:
         for name, verdict in run.verdicts().items()
         if verdict.outcome == FAIL or (verdict.outcome == SKIP and name in passed_by_gloo)
     ]
-
-
-def _why(run: Run, name: str) -> str:
-    return _escaped(run.verdict(name).reason)
 
 
 # -- test files of PyTorch's repository --------------------------------------------------------------------------------
@@ -134,7 +130,7 @@ def _files(measured: Sequence[FileResults]) -> str:
         [
             _FILES,
             *map(_described, measured),
-            _table(["torch", "file", *OUTCOMES], rows),
+            table(["torch", "file", *OUTCOMES], rows),
             _failures(measured, ONLY_GLOO),
             _failures(measured, NEITHER),
         ]
@@ -144,7 +140,7 @@ def _files(measured: Sequence[FileResults]) -> str:
 def _failures(measured: Sequence[FileResults], outcome: str) -> str:
     """Return the tests with an outcome, and why mpicomm fails or skips them."""
     rows = [
-        [each.torch, f"`{name}`", _escaped(file.tests[name].mpicomm.reason)]
+        [each.torch, f"`{name}`", escaped(file.tests[name].mpicomm.reason)]
         for each in measured
         for file in each.files.values()
         for name in file.of(outcome)
@@ -152,7 +148,7 @@ def _failures(measured: Sequence[FileResults], outcome: str) -> str:
     backends = "Gloo only" if outcome == ONLY_GLOO else "neither backend"
     if not rows:
         return f"No test passes with {backends}.\n"
-    return f"These tests pass with {backends}:\n\n" + _table(["torch", "test", "with mpicomm"], rows)
+    return f"These tests pass with {backends}:\n\n" + table(["torch", "test", "with mpicomm"], rows)
 
 
 # -- every test --------------------------------------------------------------------------------------------------------
@@ -171,7 +167,7 @@ def _tests(measured: Sequence[Results]) -> str:
         "reason for skipping",
     ]
     return (
-        f"## Every test\n\n{_NOTE}\n{_table(head, rows)}\n"
+        f"## Every test\n\n{_NOTE}\n{table(head, rows)}\n"
         f"### {len(need_gpu)} tests that are skipped because they need a GPU\n\n"
         f"{', '.join(f'`{name}`' for name in need_gpu)}\n"
     )
@@ -195,7 +191,7 @@ def _row(measured: Sequence[Results], name: str, sizes: Sequence[int]) -> list[s
 
 def _cell(measured: Sequence[Results], size: int, of: Callable[[Run], Verdict | None]) -> str:
     """Return the outcome at one number of ranks: one word if all MPIs agree."""
-    outcomes = {each.mpi: _shown(of(each.runs[size])) for each in measured if size in each.runs}
+    outcomes = {each.mpi: shown(of(each.runs[size])) for each in measured if size in each.runs}
     if len(set(outcomes.values())) == 1:
         return next(iter(outcomes.values()))
     return ", ".join(f"{outcome} ({mpi})" for mpi, outcome in outcomes.items())
@@ -215,22 +211,22 @@ def _reasons(measured: Sequence[Results], name: str, sizes: Sequence[int]) -> st
 
 def _explained(reason: str) -> str:
     """Explain reasons of PyTorch that consist only of the address of an issue."""
-    return f"disabled by PyTorch: {reason}" if reason.startswith("https:") else _escaped(reason)
+    return f"disabled by PyTorch: {reason}" if reason.startswith("https:") else escaped(reason)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _shown(verdict: Verdict | None) -> str:
+def shown(verdict: Verdict | None) -> str:
     if verdict is None:
         return ""
     return f"**{FAIL}**" if verdict.outcome == FAIL else verdict.outcome
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return text.replace("|", r"\|").replace("<", r"\<")

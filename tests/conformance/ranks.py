@@ -1,5 +1,6 @@
 """The ranks' program: `mpirun -n 4 python -m tests.conformance.ranks --journal FILE --scratch DIR mpicomm mpi gloo`.
 
+With `--plan`, a JSON file with the names of tests by path of a test file of PyTorch, they run these tests.
 The ranks run every test in the same order, in a new default group, and agree on its verdict over MPI. Rank 0 writes
 each test's start and verdict into the journal; tests that are already in the journal are skipped. A test in which a
 rank fails while others wait, or that exceeds its time limit, ends the job: its name is the last in the journal.
@@ -10,45 +11,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
+import json
 import os
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm import mpi
+from mpicomm.backend import registration
 from tests.conformance import routing, sample, upstream, verdicts
 from tests.conformance.journal import Journal
 from tests.conformance.verdicts import Verdict
 
-_PATIENCE = 15.0  # seconds for which a failed rank waits for the others; PyTorch's own barrier times out after 10
-
-
-class TestSuite(Protocol):
-    """Tests of PyTorch, which this rank runs one at a time."""
-
-    label: str
-    """The name in the journal."""
-
-    def names(self) -> list[str]:
-        """Return the names of the tests, in the order of execution on all ranks."""
-
-    def skip(self, name: str) -> Verdict | None:
-        """Return the verdict on a test that need not be run; None if it must be."""
-
-    def run(self, name: str, scratch: Path, check: Callable[[Any], None]) -> Verdict:
-        """Run one test on this rank.
-
-        Args:
-            name: One of `names()`.
-            scratch: An empty directory that all ranks can access.
-            check: Called with the default group.
-        """
+if TYPE_CHECKING:
+    from tests.conformance.upstream_file import UpstreamFile
 
 
 class Ranks:
@@ -61,40 +43,35 @@ class Ranks:
         self._is_ours = is_ours
         self._limit = limit
 
-    def run(self, suite: TestSuite, is_chosen: Callable[[str], bool]) -> None:
+    def run(self, suite: upstream.Suite | UpstreamFile, is_chosen: Callable[[str], bool]) -> None:
         """Run the selected tests that are not in the journal yet, on all ranks."""
         done = self._comm.bcast(self._journal.names(suite.label))
         for name in suite.names():
             if name not in done and is_chosen(name):
                 self._run_one(suite, name)
 
-    def _run_one(self, suite: TestSuite, name: str) -> None:
+    def _run_one(self, suite: upstream.Suite | UpstreamFile, name: str) -> None:
         if self._comm.rank == 0:
             self._journal.start(suite.label, name)
         verdict = suite.skip(name) or self._run_test(suite, name)
         if self._comm.rank == 0:
             self._journal.end(suite.label, name, verdict)
 
-    def _run_test(self, suite: TestSuite, name: str) -> Verdict:
+    def _run_test(self, suite: upstream.Suite | UpstreamFile, name: str) -> Verdict:
         """Run a test, and return the verdict of all ranks."""
         scratch = self._new_scratch()
-        with self._time_limit(), _as_it_was():
-            verdict = self._agree(suite.label, name, suite.run(name, scratch, self._check_engine))
-            end = self._agree(suite.label, name, _close_groups())
-            return verdict if end.outcome == verdicts.PASS or verdict.outcome == verdicts.FAIL else end
+        faulthandler.dump_traceback_later(self._limit, exit=True)
+        try:
+            with _as_it_was():
+                check = functools.partial(routing.check_engine, is_ours=self._is_ours)
+                verdict = self._agree(suite, name, suite.run(name, scratch, check))
+                end = self._agree(suite, name, _close_groups())
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        return verdict if end.outcome == verdicts.PASS or verdict.outcome == verdicts.FAIL else end
 
-    def _agree(self, label: str, name: str, mine: Verdict) -> Verdict:
-        """Return the combined verdict, after all ranks have finished the test."""
-        arrival = self._comm.Ibarrier()
-        has_failed = mine.outcome == verdicts.FAIL
-        if not mpi.poll(arrival.Test, _PATIENCE if has_failed else self._limit):
-            reason = f"rank {self._comm.rank}: {mine.reason} (while other ranks wait)"
-            self._journal.end(label, name, Verdict(verdicts.FAIL, reason))
-            self._comm.Abort(1)
-        return verdicts.of_ranks(self._comm.allgather(mine))
-
-    def _check_engine(self, group: Any) -> None:
-        routing.check_engine(group, is_ours=self._is_ours)
+    def _agree(self, suite: upstream.Suite | UpstreamFile, name: str, own: Verdict) -> Verdict:
+        return self._journal.agree(self._comm, suite.label, name, own, self._limit)
 
     def _new_scratch(self) -> Path:
         scratch = None
@@ -102,15 +79,6 @@ class Ranks:
             scratch = Path(tempfile.mkdtemp(dir=self._scratch))
             upstream.make_scratch(scratch)
         return self._comm.bcast(scratch)
-
-    @contextlib.contextmanager
-    def _time_limit(self) -> Iterator[None]:
-        """End the process, and print the stacks of its threads, if a test exceeds its time limit."""
-        faulthandler.dump_traceback_later(self._limit, exit=True)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager
@@ -139,7 +107,8 @@ def _close_groups() -> Verdict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("labels", nargs="+")
+    parser.add_argument("labels", nargs="*")
+    parser.add_argument("--plan", type=Path, help="run these tests of PyTorch's test files")
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True, help="a directory that all ranks can access")
     parser.add_argument("--of-torch", action="store_true", help="run torch's own backend, for comparison")
@@ -149,10 +118,19 @@ def main() -> None:
     args = parser.parse_args()
     world = mpicomm.bootstrap(None)
     assert world.comm is not None
-    if not args.of_torch:
-        routing.declare_features()
-        routing.route()
     ranks = Ranks(world.comm, Journal(args.journal), args.scratch, is_ours=not args.of_torch, limit=args.limit)
+    if args.plan:
+        from tests.conformance import on_cpu  # these need a newer torch than the other tests
+        from tests.conformance.group_creation import GroupCreation
+        from tests.conformance.upstream_file import UpstreamFile
+
+        on_cpu.lift_requirements()
+        creation = GroupCreation("gloo" if args.of_torch else registration.NAME, world.rank, world.size)
+        creation.install()
+        for path, names in json.loads(args.plan.read_text()).items():
+            ranks.run(UpstreamFile(Path(path), world.rank, creation), names.__contains__)
+    elif not args.of_torch:
+        routing.route()
     for label in args.labels:
         suite = upstream.Suite(label, world.rank, world.size)
         ranks.run(suite, lambda name: args.pattern in name and (not args.sample or name in sample.NAMES))

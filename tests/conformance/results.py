@@ -21,6 +21,12 @@ GLOO = "Gloo"
 """The column of torch's own Gloo."""
 
 
+def about(command: str) -> dict[str, Any]:
+    """Return the date, the command, the versions and the number of cores of results that are made now."""
+    head = job_info.description("", command)
+    return {name: head[name] for name in ("date", "command", "versions")} | {"cores": head["machine"]["cores"]}
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The verdicts on all tests with one number of ranks."""
@@ -72,9 +78,9 @@ class Run:
 
 def measure(size: int, *, with_gloo: bool, **options: Any) -> Run:
     """Run the tests on `size` ranks under all labels; `jobs.run` describes the options."""
-    found = jobs.run(size, LABELS, **options)
-    gloo = jobs.run(size, ["gloo"], of_torch=True, **options).by_label["gloo"] if with_gloo else {}
-    return Run(found.by_label, gloo, found.seconds)
+    ours, seconds = jobs.run(size, LABELS, **options)
+    gloo = jobs.run(size, ["gloo"], of_torch=True, **options)[0]["gloo"] if with_gloo else {}
+    return Run(ours, gloo, seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +97,7 @@ class Results:
     @classmethod
     def of(cls, runs: dict[int, Run], command: str) -> Results:
         """Describe runs that were made now, in this environment."""
-        head = job_info.description("", command)
-        about = {name: head[name] for name in ("date", "command", "versions")} | {"cores": head["machine"]["cores"]}
-        return cls(mpi.library().vendor, about, runs)
+        return cls(mpi.library().vendor, about(command), runs)
 
     def write(self) -> None:
         raw = {"mpi": self.mpi, **self.about, "runs": {str(size): run.to_json() for size, run in self.runs.items()}}

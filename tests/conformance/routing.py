@@ -23,6 +23,8 @@ _PREFIX = "conformance_"
 def route() -> None:
     """Create every group requested as `mpi` or `gloo` with the mpicomm backend, under the requested name."""
     registration.register()
+    for feature in ("plugin", "ddp", "subgroup", "gpu", "cuda"):  # PyTorch's tests require this of other backends
+        DistTestCases.backend_feature[feature].add(OURS)
     for label in BUILT_IN:
         create = functools.partial(_create, label)
         dist.Backend.register_backend(_PREFIX + label, create, extended_api=True, devices=["cpu", "cuda"])
@@ -30,12 +32,6 @@ def route() -> None:
     modules: tuple[Any, ...] = (dist, distributed_c10d)
     for module in modules:
         module.is_mpi_available = lambda: True
-
-
-def declare_features() -> None:
-    """Add mpicomm's features to the table in PyTorch's tests, which requires this of third-party backends."""
-    for feature in ("plugin", "ddp", "subgroup", "gpu", "cuda"):
-        DistTestCases.backend_feature[feature].add(OURS)
 
 
 def check_engine(group: Any, *, is_ours: bool) -> None:

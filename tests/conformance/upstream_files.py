@@ -53,17 +53,11 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.conformance.upstream_files", description=__doc__.splitlines()[0]
-    )
+    parser = jobs.parser("tests.conformance.upstream_files", __doc__, limit=300)
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a test file of PyTorch's repository")
-    parser.add_argument("--write", action="store_true", help="write the results and the page")
-    parser.add_argument("--limit", type=float, default=300, metavar="S", help="time limit of a test in seconds (300)")
-    parser.add_argument("-k", default="", metavar="TEXT", help="run the tests whose names contain TEXT")
     parser.add_argument(
         "--leave-out", nargs="+", default=[], metavar="TEXT", help="do not run tests with TEXT in the name"
     )
-    parser.add_argument("-s", action="store_true", help="show the output of the ranks")
     return parser.parse_args()
 
 
@@ -115,7 +109,7 @@ class _Runner:
             journal, plan = Journal(Path(scratch, "journal")), Path(scratch, "plan")
             plan.write_text(json.dumps(names))
             options = ["--journal", str(journal.path), "--scratch", scratch, *self._options]
-            command = ["-m", "tests.conformance.file_ranks", *options, str(plan)]
+            command = ["-m", "tests.conformance.ranks", *options, "--plan", str(plan)]
             jobs.until_finished(journal, lambda: jobs.start(size, command), shows=self._shows)
             return [
                 (path, name, verdict) for path in names for name, verdict in journal.verdicts(Path(path).name).items()

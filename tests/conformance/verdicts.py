@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 
@@ -59,6 +60,17 @@ def of_labels(verdicts: Mapping[str, Verdict]) -> Verdict:
     if any(each.outcome == PASS for each in verdicts.values()):
         return Verdict(PASS)
     return max(verdicts.values(), key=lambda each: (each.needs_gpu, each.reason.startswith(_TOO_SMALL)))
+
+
+def of_report(report: Any) -> Verdict:
+    """Return the verdict of a report of pytest that did not pass, with the reason, and the line of a failure."""
+    if isinstance(report.longrepr, tuple):  # file, line and reason of a skip
+        return Verdict(SKIP, in_one_line(report.longrepr[2].removeprefix("Skipped: ")))
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = [line for line in report.longreprtext.splitlines() if line.startswith(">")]
+    where = f" in `{lines[-1][1:].strip()}`" if lines else ""
+    reason = in_one_line(f"{crash.message if crash else report.longreprtext}{where}")
+    return Verdict(FAIL if report.failed else SKIP, reason)
 
 
 def needs_ranks(ranks: int) -> str:

@@ -110,30 +110,3 @@ def test_the_blocks_that_are_read(tmp_path: Path) -> None:
 def test_a_missing_failure_is_detected(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         run(tmp_path, TEXT.replace(old, new))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("<!-- raise -->\n```python\n```\n", "line 2: unknown comment `raise`"),
-        ("<!-- raises -->\n\n```python\n```\n", "line 2: `raises` must be directly before a block"),
-        ("```python\n", "the block at line 2 is not closed"),
-    ],
-)
-def test_wrong_output_is_detected(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        document(tmp_path, text)
-
-
-@pytest.mark.parametrize(
-    ("shown", "real", "is_so"),
-    [
-        ("a [0] b", "a [0] b", True),
-        ("a ... b", "a 17 b", True),
-        ("a ...", "a ", True),
-        ("a", "a b", False),
-        ("a.b", "a-b", False),
-    ],
-)
-def test_dots_stand_for_anything(shown: str, real: str, is_so: bool) -> None:
-    assert documents.is_like(shown, real) is is_so

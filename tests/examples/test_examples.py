@@ -16,18 +16,6 @@ INTEGRATIONS = EXAMPLES / "integrations"  # tests/integrations runs these
 DEPENDS_ON_MPI = {"p2p.py", "collectives.py", "overlap.py"}
 FAILING = {"mpirun -n 4 python -m mpicomm.examples.spawn"}
 WITH_A_KILL = "mpicomm run -n 5 --spares 1 -m mpicomm.examples.trainer --dir runs/killed --kill 60"
-COMMANDS = {
-    "fault_tolerant": [
-        "mpicomm run -n 4 --fault-tolerant -m mpicomm.examples.fault_tolerant --kill 2",
-        "mpicomm run -n 5 --spares 1 -m mpicomm.examples.fault_tolerant --kill 0",
-    ],
-    "rpc_parameter_server": [
-        "mpirun -n 4 python -m mpicomm.examples.rpc_parameter_server",
-        "torchrun --nproc-per-node 2 examples/rpc_parameter_server.py",
-    ],
-    "spawn": ["python -m mpicomm.examples.spawn", "mpirun -n 4 python -m mpicomm.examples.spawn"],
-    "trainer": ["mpirun -n 4 python -m mpicomm.examples.trainer", WITH_A_KILL],
-}
 TRAINED = {"trainer.py", "char_lm.py", "fsdp.py"}
 FIGURES = re.compile(r"epoch \d+:|test accuracy|held-out|rank \d holds")
 # A Gloo thread that requests the GIL while Python exits aborts the process: one run in twelve on a loaded machine.
@@ -71,10 +59,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def accuracy(outcome: Outcome) -> float:
-    return float(re.search(r"test accuracy ([\d.]+)%", outcome.stdout)[1])
-
-
 @pytest.mark.parametrize(
     ("file", "command", "output"),
     [
@@ -105,63 +89,18 @@ def test_trainer_prints_its_result_once_after_the_loss_of_rank_0():
     assert outcome.stdout.count("test accuracy ") == 1, outcome
 
 
-@pytest.mark.parametrize("name", [path.stem for path in EXAMPLES.glob("*.py") if path.stem != "__init__"])
-def test_docstring_has_the_command_that_starts_the_example(name):
-    commands = [command for file, command, _ in sessions() if file == f"{name}.py"]
-    assert commands == COMMANDS.get(name, [f"mpirun -n 4 python -m mpicomm.examples.{name}"])
-
-
-# -- ddp -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("command", "size"),
-    [
-        ("mpirun -n 4 python -m mpicomm.examples.ddp", 4),
-        ("torchrun --nproc-per-node 2 examples/ddp.py", 2),
-        ("python -m mpicomm.examples.ddp", 1),
-    ],
-)
-def test_ddp_learns_alike_however_it_is_started(command, size):
-    outcome = run(command)
-    assert outcome.status == 0, outcome
-    assert set(re.findall(r"rank (\d+) of", outcome.stdout)) == {str(rank) for rank in range(size)}, outcome
-    assert accuracy(outcome) >= 95
-    assert "parameters identical on all ranks" in outcome.stdout, outcome
-
-
-def test_ddp_mentions_the_other_ways_to_start_it():
-    docstring = " ".join((ast.get_docstring(ast.parse((EXAMPLES / "ddp.py").read_text())) or "").split())
-    assert "`torchrun --nproc-per-node 2 examples/ddp.py`" in docstring
-    assert "`python -m mpicomm.examples.ddp`" in docstring
-
-
-# -- horovod_script ----------------------------------------------------------------------------------------------------
+def test_every_example_has_a_session():
+    names = {path.name for path in EXAMPLES.glob("*.py") if path.stem != "__init__"}
+    assert names <= {file for file, _, _ in sessions()}
 
 
 def test_a_script_for_horovod_imports_only_horovod_and_learns():
     source = (EXAMPLES / "horovod_script" / "digits.py").read_text()
-    assert re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE) == [
-        "__future__",
-        "argparse",
-        "horovod",
-        "torch",
-        *["sklearn"],
-        *["torch"] * 4,
-    ]
+    assert set(re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE)) == {
+        "__future__", "argparse", "horovod", "torch", "sklearn"
+    }  # fmt: skip
     outcome = run("mpicomm run --horovod -n 4 examples/horovod_script/digits.py")
     assert float(re.search(r"accuracy ([\d.]+)%", outcome.stdout)[1]) > 80, outcome
-
-
-# -- existing_script -------------------------------------------------------------------------------------------------
-
-
-def test_existing_script_changes_by_an_import_and_a_call():
-    before, after = (
-        (EXAMPLES / "existing_script" / name).read_text().splitlines() for name in ("before.py", "after.py")
-    )
-    assert [line for line in before if line not in after] == ["    dist.init_process_group()"]
-    assert [line for line in after if line not in before] == ["import mpicomm", "    mpicomm.bootstrap()"]
 
 
 def test_existing_script_finds_the_same_before_and_after():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tests.conformance import page
 from tests.conformance.verdicts import FAIL, PASS, SKIP
 from tests.horovod_upstream import results
 from tests.launching import ROOT
@@ -39,7 +40,7 @@ def text(found: Mapping[str, dict[str, Any]]) -> str:
     names = list(dict.fromkeys(name for _, _, run in columns for name in run.verdicts))
     head = ["test", *(f"{name}, {size} ranks" for name, size, _ in columns), "reason"]
     rows = [
-        [f"`{name}`", *(_cell(run, name) for _, _, run in columns), _reason([run for *_, run in columns], name)]
+        [f"`{name}`", *(page.shown(run.verdicts.get(name)) for *_, run in columns), _reason(columns, name)]
         for name in names
     ]
     counts = [
@@ -51,9 +52,9 @@ def text(found: Mapping[str, dict[str, Any]]) -> str:
             _INTRODUCTION,
             *(_described(each) for each in found.values()),
             "## Summary\n",
-            _table(["", "pass", "fail", "skip", "seconds"], counts),
+            page.table(["", "pass", "fail", "skip", "seconds"], counts),
             "## Every test\n",
-            _table(head, rows),
+            page.table(head, rows),
         ]
     )
 
@@ -65,17 +66,10 @@ def _described(each: Mapping[str, Any]) -> str:
     return f"- {each['date']}, {of}, one machine with {each['cores']} cores, no GPU: {versions}.\n"
 
 
-def _cell(run: results.Run, name: str) -> str:
-    verdict = run.verdicts.get(name)
-    if verdict is None:
-        return ""
-    return f"**{FAIL}**" if verdict.outcome == FAIL else verdict.outcome
-
-
-def _reason(runs: list[results.Run], name: str) -> str:
-    found = [run.verdicts[name] for run in runs if name in run.verdicts]
+def _reason(columns: list[tuple[str, int, results.Run]], name: str) -> str:
+    found = [run.verdicts[name] for *_, run in columns if name in run.verdicts]
     reasons = dict.fromkeys(explained(each.reason, name) for each in found if each.reason)
-    return "; ".join(reasons).replace("|", r"\|").replace("<", r"\<")
+    return page.escaped("; ".join(reasons))
 
 
 def explained(reason: str, name: str) -> str:
@@ -83,8 +77,3 @@ def explained(reason: str, name: str) -> str:
     if name == "test_broadcast_state_gpu":  # disabled by Horovod without a reason
         return _NO_GPU
     return _REASONS.get(reason, reason)
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -20,14 +20,11 @@ from _pytest.runner import runtestprotocol
 
 import mpicomm
 import mpicomm.horovod as hvd
-from mpicomm import mpi
 from tests.conformance import verdicts
 from tests.conformance.journal import Journal
 from tests.conformance.verdicts import Verdict
-from tests.time_limits import scaled
 
 LABEL = "horovod"
-_WAIT_SECONDS = 15.0  # for which a rank that failed waits for the others
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,7 +79,8 @@ class _Ranks:
             self._journal.start(LABEL, item.name)
         faulthandler.dump_traceback_later(self._limit, exit=True, file=sys.__stderr__)
         try:
-            verdict = self._agree(item.name, _verdict(runtestprotocol(item, nextitem=nextitem, log=False)))
+            own = _verdict(runtestprotocol(item, nextitem=nextitem, log=False))
+            verdict = self._journal.agree(self._comm, LABEL, item.name, own, self._limit)
         finally:
             faulthandler.cancel_dump_traceback_later()
         if self._comm.rank == 0:
@@ -96,30 +94,12 @@ class _Ranks:
         if self._comm.rank == 0:
             self._journal.finish()
 
-    def _agree(self, name: str, mine: Verdict) -> Verdict:
-        """Return the combined verdict, after all ranks have finished the test."""
-        arrival = self._comm.Ibarrier()
-        has_failed = mine.outcome == verdicts.FAIL
-        if not mpi.poll(arrival.Test, scaled(_WAIT_SECONDS) if has_failed else self._limit):
-            reason = f"rank {self._comm.rank}: {mine.reason} (while other ranks wait)"
-            self._journal.end(LABEL, name, Verdict(verdicts.FAIL, reason))
-            self._comm.Abort(1)
-        return verdicts.of_ranks(self._comm.allgather(mine))
-
 
 def _verdict(reports: list[pytest.TestReport]) -> Verdict:
     """Return the verdict of this rank from the reports of the set-up, the test and the teardown."""
-    for report in reports:
-        if report.failed:
-            sys.stderr.write(f"{report.longreprtext}\n")
-            crash = getattr(report.longrepr, "reprcrash", None)
-            lines = [each for each in report.longreprtext.splitlines() if each.startswith(">")]
-            where = f" in `{lines[-1][1:].strip()}`" if lines else ""
-            return Verdict(
-                verdicts.FAIL, verdicts.in_one_line(f"{crash.message if crash else report.longreprtext}{where}")
-            )
-    for report in reports:
-        if report.skipped:
-            assert isinstance(report.longrepr, tuple)
-            return Verdict(verdicts.SKIP, verdicts.in_one_line(report.longrepr[2].removeprefix("Skipped: ")))
-    return Verdict(verdicts.PASS)
+    not_passed = sorted((each for each in reports if each.failed or each.skipped), key=lambda each: each.skipped)
+    if not not_passed:
+        return Verdict(verdicts.PASS)
+    if not_passed[0].failed:
+        sys.stderr.write(f"{not_passed[0].longreprtext}\n")
+    return verdicts.of_report(not_passed[0])

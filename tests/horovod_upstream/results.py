@@ -9,28 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpicomm import job_info, mpi
+from mpicomm import mpi
 from mpicomm.reports import result_files
+from tests.conformance.results import about
 from tests.conformance.verdicts import Verdict
 from tests.launching import ROOT
 
 PATH = ROOT / "docs" / "results" / "horovod-tests.json"
 _COMMAND = "python -m tests.horovod_upstream GIT_DIRECTORY --write"
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The origin of the test file."""
-
-    commit: str
-    """The commit of Horovod; empty if unknown."""
-
-    sha256: str
-    """The digest of the file."""
-
-    @classmethod
-    def of(cls, file: Path, commit: str) -> Source:
-        return cls(commit, hashlib.sha256(file.read_bytes()).hexdigest())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +38,12 @@ class Run:
         return cls({name: Verdict.parse(text) for name, text in raw["tests"].items()}, raw["seconds"])
 
 
-def store(runs: Mapping[int, Run], source: Source) -> None:
-    """Write the runs with the MPI of this environment into the file."""
-    head = job_info.description("", _COMMAND)
-    about = {name: head[name] for name in ("date", "command", "versions")} | {"cores": head["machine"]["cores"]}
+def store(runs: Mapping[int, Run], file: Path, commit: str) -> None:
+    """Write the runs of a test file, of a commit of Horovod, with the MPI of this environment."""
     found = json.loads(PATH.read_text()) if PATH.exists() else {}
     ours = {
-        "source": dataclasses.asdict(source),
-        **about,
+        "source": {"commit": commit, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()},
+        **about(_COMMAND),
         "runs": {str(size): run.to_json() for size, run in runs.items()},
     }
     result_files.write(PATH, dict(sorted({**found, mpi.library().vendor: ours}.items(), reverse=True)))

@@ -15,16 +15,21 @@ EXAMPLES = [
     ("torchrun --nproc-per-node 2 examples/integrations/dask_tasks.py", "1"),
 ]
 
-# Two clusters in sequence. A failed task raises on rank 0; afterwards the ranks continue together.
-TWICE = """
-import os, mpicomm
+# Clusters in sequence, without and with encryption, for which rank 0 may have the certificate. A failed task raises on
+# rank 0; afterwards the ranks continue together.
+SEQUENCE = """
+import os, distributed, mpicomm
 from mpicomm.integrations.dask import cluster
 world = mpicomm.bootstrap()
-for threads in (1, 2):
-    with cluster(world, threads=threads) as client:
+certificate = distributed.Security.temporary() if world.rank == 0 else None
+for threads, security in ((1, None), (2, True), (1, certificate)):
+    with cluster(world, threads=threads, security=security) as client:
         assert (client is None) == (world.rank != 0)
         if client is not None:
             assert client.nthreads() and set(client.nthreads().values()) == {threads}
+            addresses = [client.scheduler.address, *client.nthreads()]
+            assert all(each.startswith("tls://" if security else "tcp://") for each in addresses), addresses
+            assert client.security.require_encryption == bool(security)
             ranks = client.run(os.getenv, "RANK")
             assert sorted(map(int, ranks.values())) == list(range(1, world.size)) or world.size == 1
             assert client.submit(pow, world.size, 2).result() == world.size**2
@@ -66,7 +71,6 @@ def attempt(kind, **arguments):
 attempt("TypeError", world=None)
 attempt("TypeError", thread=2)
 attempt("TypeError", name="worker")
-attempt("TypeError", threads="2")
 attempt("ValueError", threads=0)
 attempt("TypeError", security="tls")
 attempt("MpicommError", memory_limit="many")
@@ -84,28 +88,12 @@ EXPECTED_ERRORS = [
     "world must be a World, from bootstrap(), got None (NoneType).",
     f"cluster() got an unknown argument 'thread', {UNKNOWN}",
     f"cluster() got an unknown argument 'name', {UNKNOWN}",
-    "threads must be an integer, got '2' (str).",
     "threads must be a positive integer, got 0.",
     "security must be True, a distributed.Security or None, got 'tls' (str).",
     f"{START.format(1)} ValueError: Could not interpret 'many' as a byte unit; caused by KeyError: 'many'",
     f"{START.format(1)} TimeoutError: Worker start timed out after 8s.",
     f"{START.format(0)} TypeError: 'NoneType' object is not callable",
 ]
-
-ENCRYPTED = """
-import distributed, mpicomm
-from mpicomm.integrations.dask import cluster
-world = mpicomm.bootstrap()
-for security in (True, distributed.Security.temporary() if world.rank == 0 else None):
-    with cluster(world, security=security) as client:
-        if client is not None:
-            addresses = [client.scheduler.address, *client.nthreads()]
-            assert len(addresses) == world.size and all(each.startswith("tls://") for each in addresses), addresses
-            assert client.security.require_encryption
-            assert client.submit(pow, world.size, 2).result() == world.size**2
-if world.rank == 0:
-    print("passed")
-"""
 
 # By default, a Worker of Dask waits 30 s for the task.
 LEAVES = """
@@ -132,9 +120,11 @@ def test_the_example_computes_pi_on_the_other_ranks(run: Callable[..., Outcome],
     assert "distributed" not in outcome.stderr, outcome  # neither log messages nor errors of the library
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_clusters_in_sequence(ranks: int) -> None:
-    outcome = run_ranks(ranks, TWICE)
+@pytest.mark.parametrize(
+    ("ranks", "program"), [(1, SEQUENCE), (3, SEQUENCE), (2, LEAVES)], ids=["one rank", "in sequence", "running task"]
+)
+def test_clusters(ranks: int, program: str) -> None:
+    outcome = run_ranks(ranks, program)
     assert outcome.status == 0, outcome
     assert outcome.stdout == "passed\n", outcome
 
@@ -153,15 +143,3 @@ def test_errors_on_every_rank() -> None:
     lines = [re.sub(r"(rank \d+ on) [^:]+:", r"\1 HOST:", line) for line in outcome.stdout.splitlines()]
     for rank in range(3):
         assert [line[3:] for line in lines if line.startswith(f"{rank}: ")] == EXPECTED_ERRORS, outcome
-
-
-def test_encrypted_connections() -> None:
-    outcome = run_ranks(3, ENCRYPTED)
-    assert outcome.status == 0, outcome
-    assert outcome.stdout == "passed\n", outcome
-
-
-def test_leaving_while_a_task_runs() -> None:
-    outcome = run_ranks(2, LEAVES)
-    assert outcome.status == 0, outcome
-    assert outcome.stdout == "passed\n", outcome

@@ -55,12 +55,9 @@ def test_the_trainer_learns_with_each_launcher(run, command, size):
 
 
 @pytest.mark.make_integrations
-@pytest.mark.parametrize("size", [2, 4])
-def test_fabric_averages_gradients_of_replicated_and_sharded_models(run, size):
-    outcome = run(f"mpirun -n {size} python -m tests.integrations.fabric")
-    assert sorted(re.findall(r"^rank (\d) has passed", outcome.stdout, re.MULTILINE)) == [
-        str(rank) for rank in range(size)
-    ]
+def test_fabric_averages_gradients_of_replicated_and_sharded_models(run):
+    outcome = run("mpirun -n 4 python -m tests.integrations.fabric")
+    assert sorted(re.findall(r"^rank (\d) has passed", outcome.stdout, re.MULTILINE)) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.make_integrations
@@ -109,7 +106,7 @@ def test_the_environment_needs_bootstrap():
         environment()
 
 
-@pytest.mark.parametrize(("devices", "nodes"), [(8, 1), (2, 4), (4, 1), (2, 2)])
+@pytest.mark.parametrize(("devices", "nodes"), [(8, 1), (2, 2)])
 def test_arguments_that_do_not_fit_the_job_raise_an_error_with_those_that_do(world, devices, nodes):
     world()
     with pytest.raises(LaunchError, match=f"ranks per node, 4, .*, 2; got devices={devices}, num_nodes={nodes}"):
@@ -147,9 +144,7 @@ def test_a_strategy_that_does_not_use_the_ranks_raises_an_error(world, kind):
 @pytest.mark.parametrize("kind", ["Trainer", "Fabric"])
 def test_a_distributed_strategy_uses_the_environment(world, kind):
     import lightning
-    from lightning.fabric.plugins.environments import LightningEnvironment
 
     world()
     options = {"accelerator": "cpu", "devices": 4, "num_nodes": 2, "strategy": "ddp"}
     getattr(lightning, kind)(**options, plugins=[environment()])
-    getattr(lightning, kind)(accelerator="cpu", devices=1, plugins=[LightningEnvironment()])

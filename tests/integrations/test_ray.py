@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.digits import accuracy
 from tests.launching import Outcome, run_ranks
 
 PACKAGES = ("ray",)
@@ -113,14 +114,9 @@ def files() -> set[Path]:
     return {path for path in Path(tempfile.gettempdir()).glob("ray-*") if path.is_dir()}
 
 
-def accuracy(outcome: Outcome) -> dict[str, float]:
-    return {"accuracy": float(re.search(r"test accuracy ([\d.]+)% of 360 images", outcome.stdout)[1])}
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_ray_train_learns_the_digits(run: Callable[..., Outcome], command: str) -> None:
-    outcome = run(command, finds=accuracy)
-    assert accuracy(outcome)["accuracy"] > 90, outcome
+    assert accuracy(run(command, finds=accuracy))["accuracy, %"] > 90
 
 
 def test_each_node_has_a_raylet() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import pytest
 
+from tests.integrations.digits import accuracy
 from tests.launching import Outcome, run_ranks
 
 PACKAGES = ("tensorflow-cpu",)
@@ -63,14 +63,10 @@ cluster_resolver(world)
 """
 
 
-def accuracy(outcome: Outcome) -> dict[str, float]:
-    return {"accuracy": float(re.search(r"test accuracy ([\d.]+)% of 360 images", outcome.stdout)[1])}
-
-
 @pytest.mark.parametrize(("command", "ranks"), COMMANDS)
 def test_the_strategy_learns_the_digits(run: Callable[..., Outcome], command: str, ranks: int) -> None:
     outcome = run(command, finds=accuracy)
-    assert accuracy(outcome)["accuracy"] > 90, outcome
+    assert accuracy(outcome)["accuracy, %"] > 90, outcome
     lines = outcome.stdout.splitlines()
     assert f"{ranks} workers" in lines, outcome
     assert "parameters identical on all ranks" in lines, outcome
