@@ -31,7 +31,6 @@ _LEFT_OUT = (
     "tests/training/test_data_product.py::test_whole_product",  # starts thousands of DataLoader workers
     # These use the jobs of other tests, and start them if those do not run.
     "tests/examples/test_examples.py::test_a_script_for_horovod",
-    "tests/examples/test_examples.py::test_ddp_",
     "tests/examples/test_examples.py::test_existing_script",
 )
 """The beginnings of the IDs of scenarios that are not in the file, and are not chosen unless `KEPT` has them."""
