@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.conformance import page, verdicts
 from tests.conformance.file_results import File, FileResults, FileTest
-from tests.conformance.journal import Journal
 from tests.conformance.results import Results, Run
 from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
 
@@ -42,18 +39,6 @@ def test_ranks_that_disagree_fail_the_test(other: Verdict) -> None:
 def test_a_test_passes_if_it_passes_under_one_label_and_fails_under_none() -> None:
     assert verdicts.of_labels({"mpicomm": ONLY_MPI, "mpi": PASSED, "gloo": ONLY_MPI}) == PASSED
     assert verdicts.of_labels({"mpicomm": PASSED, "mpi": PASSED, "gloo": BROKEN}).outcome == FAIL
-
-
-def test_the_journal_names_the_test_that_has_no_verdict(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
-    assert journal.last() is None
-    journal.start("mpi", "test_a")
-    journal.end("mpi", "test_a", PASSED)
-    journal.start("mpi", "test_b")
-    assert journal.last() == ("mpi", "test_b", False)
-    assert journal.names("mpi") == {"test_a", "test_b"}
-    assert journal.verdicts("mpi") == {"test_a": PASSED}
-    assert not journal.is_finished()
 
 
 RUN = Run(
