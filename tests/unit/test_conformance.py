@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance import page, verdicts
-from tests.conformance.file_results import File, FileResults, FileTest
 from tests.conformance.results import Results, Run
 from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
 
@@ -59,23 +58,3 @@ def test_the_page_has_every_test() -> None:
     assert "| `test_c` | skip | pass | Only MPI supports all_to_all |" in lines
     assert "| `test_e` | pass | skip |  |" in lines
     assert lines[-1] == "`test_d`"
-
-
-FILE = File(
-    "0123",
-    {
-        "Case.test_a": FileTest(2, PASSED, PASSED),
-        "Case.test_b": FileTest(4, BROKEN, PASSED),
-        "Case.test_c": FileTest(1, PASSED, ONLY_MPI),
-        "Case.test_d": FileTest(1, NO_GPU, BROKEN),
-        "Case.test_e": FileTest(1, NO_GPU, NO_GPU),
-    },
-)
-
-
-def test_the_page_has_the_files_and_the_tests_that_fail() -> None:
-    about = {"date": "2026-01-01", "command": "a command", "cores": 2, "versions": {"torch": "2.15.0+cpu"}}
-    lines = page.text([], [FileResults(about, {"test_it.py": FILE})]).splitlines()
-    assert "| 2.15.0 | `test_it.py` | 1 | 1 | 1 | 1 | 1 |" in lines
-    assert "| 2.15.0 | `Case.test_b` | ValueError: no \\| such thing |" in lines
-    assert "| 2.15.0 | `Case.test_d` | Need at least 2 CUDA devices |" in lines
