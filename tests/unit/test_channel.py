@@ -537,15 +537,11 @@ def test_a_stranger_is_dropped_and_the_rank_still_gets_in(make: Callable[[bytes]
         opened.raw(1)
 
 
-def test_every_caller_has_to_prove_something_else() -> None:
+def test_every_caller_has_to_prove_something_else_and_does_not_get_the_token() -> None:
     with office(1, 2) as opened:
         nonces = {opened.stranger()[1]["nonce"] for _ in range(20)}
         assert len(nonces) == 20
         assert {len(bytes.fromhex(nonce)) for nonce in nonces} == {len(NONCE)}
-
-
-def test_the_hub_does_not_send_the_token() -> None:
-    with office(1) as opened:
         _, challenge = opened.stranger()
         assert set(challenge) == {"$class", "nonce", "rank", "process"}
         assert TOKEN.hex() not in challenge.values()
