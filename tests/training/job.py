@@ -95,7 +95,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--kill", default="", help="POINT:NUMBER, at that checkpoint of this process's")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that each step takes longer")
-    parser.add_argument("--pause-on", type=int, default=-1, help="on this rank alone; the others wait in a collective")
     parser.add_argument("--leave-at", type=int, default=0, help="the step after which to leave")
     parser.add_argument("--record", action="store_true", help="write which samples each rank takes")
     parser.add_argument("--progress", default="none")
@@ -116,7 +115,7 @@ def main() -> None:
         progress=arguments.progress,
     )
     train, test = Samples(SAMPLES, 2, 0.1), Samples(EVAL_SAMPLES, 3, 0.0)
-    if arguments.pause and arguments.pause_on in (-1, world.rank):
+    if arguments.pause:
         slow_down(trainer, arguments.pause)
     if arguments.record or arguments.leave_at:
         watch(trainer, Path(arguments.directory, f"taken-{world.size}-{world.rank}.jsonl"), arguments.leave_at)

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
-from tests.launching import Job, on_ranks, run_command
+from tests.launching import on_ranks, run_command
 
 
 def newest(directory: Path) -> int:
     """Return the step of the newest complete checkpoint; 0 if there is none."""
     marks = sorted(directory.glob("step-*/COMPLETE"))
     return json.loads(marks[-1].read_text())["step"] if marks else 0
-
-
-def command(directory: Path, ranks: int, *arguments: str) -> list[str]:
-    return on_ranks(ranks, ["-m", "tests.training.job", str(directory), *arguments])
-
-
-def pids(job: Job) -> list[int]:
-    """Wait until the ranks have printed their pids, at the start of the training, and return them."""
-    line = job.wait_until(lambda: re.search(r"pids (.*)\n", job.stdout()), "the ranks have printed their pids")
-    return [int(pid) for pid in re.findall(r"\d+", line[1])]
 
 
 def starts(directory: Path) -> list[int]:
@@ -43,5 +32,5 @@ def final(directory: Path) -> list[str]:
 
 
 def run_to_the_end(directory: Path, ranks: int, *arguments: str) -> None:
-    outcome = run_command(command(directory, ranks, *arguments))
+    outcome = run_command(on_ranks(ranks, ["-m", "tests.training.job", str(directory), *arguments]))
     assert outcome.status == 0, outcome

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import os
@@ -14,7 +13,6 @@ import resource
 import shutil
 import signal
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ import torch
 from torch import nn
 
 import mpicomm
-from mpicomm.training import run_directory
 from mpicomm.training.checkpoint import Checkpoints
 from mpicomm.training.trainer import Trainer
 from tests.launching import background_job, python
@@ -111,29 +108,6 @@ def test_steps_during_a_save_do_not_change_it(
     assert digest(trainer) == digest(whole)
 
 
-def test_files_of_the_user_are_left_alone(world: mpicomm.World, directory: Path) -> None:
-    """tests/unit/test_run_directory.py has the cases."""
-    theirs, options = ["step-1000", "step-best"], {"save_every": 1, "keep_checkpoints": 1}
-    fit(make_trainer(directory, **options), max_steps=1)
-    if world.rank == 0:
-        (directory / theirs[0]).mkdir()
-        shutil.copytree(directory / "step-000000001", directory / theirs[1])
-    mpicomm.barrier()
-    for steps in (2, 3):
-        trainer = make_trainer(directory, **options)
-        fit(trainer, max_steps=steps)
-    mpicomm.barrier()
-    assert kills.starts(directory) == [0, 1, 2], "it resumed from its newest checkpoint"
-    newest = trainer.position.name
-    assert sorted(path.name for path in directory.glob("step-*")) == [newest, *theirs]
-    mpicomm.barrier()
-    if world.rank == 0:
-        shutil.rmtree(directory / newest)
-    mpicomm.barrier()
-    with pytest.raises(mpicomm.CheckpointError, match=r"has no checkpoint of this run, but .*: step-best, of step 1\."):
-        fit(make_trainer(directory))
-
-
 def test_a_complete_run_is_left_alone(world: mpicomm.World, directory: Path) -> None:
     history = fit(make_trainer(directory))
     names = complete(directory)
@@ -152,49 +126,6 @@ def test_the_newest_are_kept(world: mpicomm.World, directory: Path, keep_checkpo
     assert names[-1] == f"step-{trainer.position.step:09d}-epoch-00003-evaluated"
     left = {path.name for path in directory.iterdir()}
     assert left == {*names, "metrics.jsonl", ".lock"}
-
-
-REMOVE_TREE = run_directory.remove_tree
-
-
-def busy(name: str, failures: int) -> Any:
-    """Return a `remove_tree` that fails to remove one directory, as on NFS while one of its files is open."""
-    left = iter(range(failures))
-
-    def remove_tree(path: Path, last: str) -> None:
-        if path.name.startswith(f"{name}.") and next(left, None) is not None:
-            raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/.nfs0001")
-        REMOVE_TREE(path, last)
-
-    return remove_tree
-
-
-def test_an_old_checkpoint_that_cannot_be_removed(
-    world: mpicomm.World, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run continues, and each later save retries the removal."""
-    old = "step-000000002"
-    whole = make_trainer(None)
-    expected = fit(whole)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        monkeypatch.setattr(run_directory, "remove_tree", busy(old, failures=1000))
-        fit(make_trainer(directory, save_every=2, keep_checkpoints=1), 2)
-        assert mpicomm.broadcast_object(len([*directory.glob(f"{old}.*.partial")]), src=0) == 1
-        # The next start also fails to remove it; the first save of that start succeeds.
-        monkeypatch.setattr(run_directory, "remove_tree", busy(old, failures=1))
-        trainer = make_trainer(directory, save_every=2, keep_checkpoints=1)
-        assert fit(trainer) == expected
-    assert digest(trainer) == digest(whole)
-    assert {path.name for path in directory.iterdir()} == {*complete(directory), "metrics.jsonl", ".lock"}
-    messages = [str(each.message) for each in warned if each.category is RuntimeWarning]
-    if world.rank == 0:
-        assert all(
-            re.match(rf"cannot remove {directory / old}(\.\w+\.partial)? yet: \[Errno 16\]", each) for each in messages
-        )
-        assert len(messages) >= 3, messages
-    else:
-        assert not messages
 
 
 def test_a_signal_to_one_rank_makes_all_leave(world: mpicomm.World, directory: Path) -> None:

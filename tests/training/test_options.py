@@ -1,12 +1,10 @@
-"""Optional features of a run: compilation, determinism and TensorBoard."""
+"""Optional features of a run: compilation and determinism."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,22 +49,3 @@ def test_deterministic_makes_a_run_repeatable(world: mpicomm.World) -> None:
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert (torch.backends.cudnn.benchmark, os.environ["CUBLAS_WORKSPACE_CONFIG"]) == (False, ":4096:8")
-
-
-def test_tensorboard_gets_the_metrics(world: mpicomm.World, directory: Path) -> None:
-    data = samples(32 * world.size)
-    options = {"batch_size": 4, "log_every": 2, "logger": "tensorboard", "checkpoint_dir": directory}
-    history = make_trainer(make_model(), **options).fit(data, 3, eval_data=data)
-    if world.rank:
-        return
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    entries = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    board = EventAccumulator(str(directory))
-    board.Reload()
-    for event, name in (("step", "loss"), ("step", "lr"), ("step", "samples_per_s"), ("eval", "eval_loss")):
-        expected = [(each["step"], each[name]) for each in entries if each["event"] == event and each[name] is not None]
-        found = [(each.step, each.value) for each in board.Scalars(f"{event}/{name}")]
-        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
-        assert len(found) >= 3
-    assert board.Scalars("eval/eval_loss")[-1].value == pytest.approx(history[-1]["eval_loss"])

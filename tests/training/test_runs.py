@@ -1,18 +1,13 @@
-"""Runs in separate jobs that are killed, preempted, resumed on other numbers of ranks, or stopped by a bad loss."""
+"""Runs in separate jobs that are killed, resumed on other numbers of ranks, or stopped by a bad loss."""
 
 from __future__ import annotations
 
 import collections
 import json
-import os
 import re
-import signal
-import time
 from pathlib import Path
 
-import pytest
-
-from tests.launching import background_job, run_ranks
+from tests.launching import run_ranks
 from tests.training import kills
 from tests.training.job import EPOCHS, POINTS, SAMPLES
 
@@ -35,25 +30,6 @@ def test_a_run_that_is_killed_while_it_saves(tmp_path: Path) -> None:
     kills.run_to_the_end(broken, 2, *shorter)
     assert kills.starts(broken)[-1] == before > 0
     assert kills.final(broken) == kills.final(whole)
-
-
-# With the first, the launcher must pass on the status 85.
-@pytest.mark.parametrize("slow", [pytest.param(2, marks=pytest.mark.each_mpi), 1])
-def test_a_signal_to_one_rank(tmp_path: Path, slow: int) -> None:
-    """All ranks exit with status 85, also while others wait in a collective for that rank, or it waits for another."""
-    pause = ["--pause", "0.3", "--pause-on", str(slow), "--progress", "lines"]
-    with background_job(kills.command(tmp_path, 4, *pause)) as job:
-        pids = kills.pids(job)
-        job.wait_until((tmp_path / "metrics.jsonl").exists, "the first step begins")
-        time.sleep(0.5)  # to any moment of a step
-        os.kill(pids[2], signal.SIGUSR1)
-        outcome = job.finish()
-    assert outcome.status == 85, outcome
-    saved = f"SIGUSR1 on rank 2: stopped at step {kills.newest(tmp_path)} after saving a checkpoint"
-    assert saved in outcome.stdout, outcome
-    entries = [json.loads(line) for line in kills.whole_lines(tmp_path / "metrics.jsonl")]
-    assert entries[-1]["event"] == "preempted"
-    assert entries[-1]["why"] == "SIGUSR1 on rank 2"
 
 
 def test_a_run_moves_to_other_numbers_of_ranks(tmp_path: Path) -> None:

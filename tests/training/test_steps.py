@@ -113,12 +113,6 @@ def test_an_evaluation_counts_each_sample_once(world: mpicomm.World, count: int,
     assert model.training
 
 
-def test_a_metric_of_another_length_is_refused(world: mpicomm.World) -> None:
-    trainer = make_trainer(make_model(), batch_size=4)
-    with pytest.raises(ValueError, match=r"the metric 'odd' must return .* \(4\) or .*, got .* of shape \[6, 2\]"):
-        trainer.evaluate(samples(16 * world.size), {"odd": lambda out, _: out[: len(out) // 2].repeat(3, 1)})
-
-
 def test_the_loss_of_an_epoch_is_the_mean_over_all_samples(world: mpicomm.World) -> None:
     data, model = samples(53), make_model()
     x, y = data.tensors
@@ -188,25 +182,6 @@ def test_each_rank_draws_random_numbers_of_its_own(world: mpicomm.World) -> None
     trainer.fit(samples(4 * world.size), 1)
     for of_all_ranks in zip(*mpicomm.all_gather_object(drawn[-1]), strict=True):
         assert len(set(of_all_ranks)) == world.size
-
-
-@pytest.mark.parametrize(("schedule", "times"), [("step", 6), ("epoch", 2)])
-def test_a_scheduler_steps_when_it_should(world: mpicomm.World, schedule: str, times: int) -> None:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    trainer = mpicomm.Trainer(
-        model,
-        optimizer,
-        nn.functional.cross_entropy,
-        scheduler=scheduler,
-        schedule=schedule,
-        batch_size=4,
-        max_grad_norm=1.0,
-        progress="none",
-    )
-    trainer.fit(samples(12 * world.size), 2)
-    assert optimizer.param_groups[0]["lr"] == 0.5**times
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -203,7 +203,9 @@ def test_metrics_of_own_shares_are_over_all_samples(world: mpicomm.World) -> Non
 @pytest.mark.parametrize("value", [torch.zeros(4, 3, 5), torch.zeros(4, 0), torch.zeros(2)])
 def test_metrics_of_other_shapes_are_refused(world: mpicomm.World, value: torch.Tensor) -> None:
     trainer = make_trainer(batch_size=4)
-    with pytest.raises(ValueError, match=rf"one number per sample \(4\).*shape {re.escape(str([*value.shape]))}"):
+    with pytest.raises(
+        ValueError, match=rf"'odd' must return one number per sample \(4\).*shape {re.escape(str([*value.shape]))}"
+    ):
         trainer.evaluate(samples(4 * world.size), {"odd": lambda *_: value})
 
 

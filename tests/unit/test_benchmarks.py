@@ -261,83 +261,6 @@ def test_a_ratio_is_met_on_the_right_side_of_its_target(value: float, is_least: 
     assert Ratio("a figure", value, 2.0, is_least).is_met is is_met
 
 
-def operations(
-    kinds: str, in_place: bool = True, dtype: str = "float32", **us: dict[int, float]
-) -> list[dict[str, Any]]:
-    """Return rows of operations with these times in microseconds, by backend and size."""
-    return [
-        {"operation": kind, "in_place": in_place, "dtype": dtype, "nbytes": nbytes, "backend": backend, "us": each,
-            "wrong": 0}
-        for kind in kinds.split()
-        for backend, by_size in us.items()
-        for nbytes, each in by_size.items()
-    ]  # fmt: skip
-
-
-def measured() -> dict[str, dict[str, Any]]:
-    """Return results of every command of `benchmarks.ratios`."""
-    small = [
-        *operations("all_reduce", mpi={4: 5.0, 1024: 8.5}, mpi4py={4: 1.0, 1024: 2.0}),
-        *operations("reduce", mpi={4: 9.0, 1024: 5.0}, mpi4py={4: 1.0, 1024: 2.0}),
-        *operations("reduce_scatter", in_place=False, mpi={4: 4.0, 1024: 12.0}, mpi4py={4: 1.0, 1024: 2.0}),
-        *operations("reduce_scatter", mpi={4: 99.0}),  # MPI does not have it
-        *operations("all_reduce_avg", mpi={4: 9.0, 1024: 9.0}),
-        *operations("all_reduce", dtype="bfloat16", mpi={4: 12.0, 1024: 9.0}),
-        *operations("barrier", **{"mpi-async": {0: 20.0}}),
-        *operations("all_reduce", **{"mpi-async": {4: 28.0, 1024: 31.0}}),
-    ]
-    sizes = (2**16, 2**20, 2**24, 2**26)
-    mpi4py = dict.fromkeys(sizes, 12.0)
-    large = [
-        *operations("all_reduce", mpi=dict(zip(sizes, (12.0, 10.0, 8.0, 4.0), strict=True)), mpi4py=mpi4py),
-        *operations("reduce", mpi=dict(zip(sizes, (12.0, 12.0, 10.0, 6.0), strict=True)), mpi4py=mpi4py),
-        *operations("broadcast", mpi=dict(zip(sizes, (20.0, 16.0, 12.0, 48.0), strict=True)), mpi4py=mpi4py),
-        *operations("reduce_scatter", False, mpi=dict(zip(sizes, (12.0, 10.0, 4.0, 3.0), strict=True)), mpi4py=mpi4py),
-    ]
-    large[0]["wrong"] = 2
-    fast = {4: 3.0, 2**10: 4.0, 2**20: 100.0, 2**24: 9.0, 2**26: 4000.0}
-    gloo = {4: 90.0, 2**10: 100.0, 2**20: 600.0, 2**24: 1.0, 2**26: 8000.0}
-    narrow = operations("all_reduce", dtype="bfloat16", mpi={2**25: 30.0})
-    ratios_of_steps = {("ddp", "small"): 1.2, ("ddp", "middle"): 1.6, ("fsdp", "small"): 1.1, ("fsdp", "middle"): 1.4}
-    steps = [
-        {"strategy": strategy, "model": model, "backend": backend, "ms": ms}
-        for (strategy, model), ratio in ratios_of_steps.items()
-        for backend, ms in (("mpi", 2.0 * ratio), ("gloo", 99.0), ("none", 2.0))
-    ]
-    tokens = {"one process": (50.0, 0), "mpi": (90.0, 0), "gloo": (45.0, 1), "none": (99.0, None)}
-    decoded = [{"backend": name, "tokens_per_s": rate, "wrong": wrong} for name, (rate, wrong) in tokens.items()]
-    return {
-        "small": {"rows": small},
-        "large": {"rows": large},
-        "all_reduce": {"rows": operations("all_reduce", mpi=fast, gloo=gloo)},
-        "bfloat16": {"rows": [*narrow, *operations("all_reduce", mpi={2**26: 40.0})]},
-        "steps": {"rows": steps},
-        "decode": {"rows": decoded},
-        "gil": {"milliseconds": {"mpicomm": {"longer": 4.5}, "Gloo": {"longer": 9.0}}},
-        "startup": {
-            "starts": [{"way": "torchrun + Gloo"}, {"way": "mpicomm", "steps": {"bootstrap": 0.1}}],
-            "seconds of `import mpicomm`": 0.006,
-        },
-        "deepspeed": {
-            "rows": operations("all_reduce", mpi={8192: 12.0, 16384: 15.0}, deepspeed={8192: 10.0, 16384: 10.0})
-        },
-    }
-
-
-def found_in(results: dict[str, dict[str, Any]], **options: bool) -> dict[str, Ratio]:
-    """Return the ratios of these results, and check that each command runs once."""
-    commands = {**ratios.COMMANDS, **ratios.WITH_DEEPSPEED}
-    asked: list[str] = []
-
-    def run(command: Any) -> Any:
-        asked.append(next(name for name, each in commands.items() if each == command))
-        return results[asked[-1]]
-
-    found = ratios.measure(run, **options)
-    assert asked == list(commands if options.get("with_deepspeed") else ratios.COMMANDS)
-    return {each.what: each for each in found}
-
-
 def test_the_fastest_row_of_all_runs_counts_and_wrong_elements_of_each() -> None:
     runs = [
         {
@@ -351,46 +274,6 @@ def test_the_fastest_row_of_all_runs_counts_and_wrong_elements_of_each() -> None
         "rows": [{"backend": "mpi", "us": 4.0, "wrong": 1}, {"backend": "gloo", "us": 7.0, "wrong": 0}],
     }
     assert ratios.fastest([{"milliseconds": 3.0}, {"milliseconds": 2.0}]) == {"milliseconds": 3.0}
-
-
-def test_the_ratios_are_of_figures_measured_side_by_side() -> None:
-    small, speed = "of 4 B and 1 KiB, the worst: mpicomm - mpi4py, us", "mpi4py / mpicomm"
-    found = found_in(measured(), with_deepspeed=True)
-    assert {what: (pytest.approx(each.value), each.is_met) for what, each in found.items()} == {
-        f"all_reduce {small}": (6.5, False),
-        f"other operations {small}": (10.0, False),
-        f"averages {small}": (8.0, True),
-        f"operations in bfloat16 {small}": (11.0, False),
-        "asynchronous operations of 4 B and 1 KiB, the worst, us": (31.0, False),
-        "64 KiB, the worst operation: mpicomm / mpi4py": (20 / 12, False),
-        f"1 MiB, broadcast, reduce and all_gather, the worst: {speed}": (0.75, False),
-        f"1 MiB, all_reduce: {speed}": (1.2, True),
-        f"1 MiB, reduce_scatter: {speed}": (1.2, False),
-        f"16 MiB, the worst operation: {speed}": (1.0, True),
-        f"16 MiB, the worst reduction: {speed}": (1.2, False),
-        f"64 MiB, the worst reduction: {speed}": (2.0, False),
-        "all_reduce of 4 B: Gloo / mpicomm": (30.0, True),
-        "all_reduce of 1 KiB: Gloo / mpicomm": (25.0, False),
-        "all_reduce of 1 MiB: Gloo / mpicomm": (6.0, True),
-        "all_reduce of 64 MiB: Gloo / mpicomm": (2.0, False),
-        "all_reduce of 16 Mi numbers: bfloat16 / float32": (0.75, True),
-        "wrong elements": (3, False),
-        "all_reduce of 8 to 256 KiB, the worst: mpicomm / DeepSpeed": (1.5, False),
-        "decoding, tokens per second: mpicomm / Gloo": (2.0, True),
-        "step of DDP, 33 k parameters: mpicomm / no communication": (1.2, True),
-        "step of DDP, 525 k parameters: mpicomm / no communication": (1.6, False),
-        "step of FSDP2, 33 k parameters: mpicomm / no communication": (1.1, True),
-        "step of FSDP2, 525 k parameters: mpicomm / no communication": (1.4, False),
-        "all_reduce of 16 MiB, ms longer beside a Python loop on another rank": (4.5, True),
-        "import mpicomm, ms": (6.0, False),
-        "bootstrap() of 4 ranks after import torch and MPI_Init, ms": (100.0, True),
-    }
-    assert found[f"other operations {small}"].where == "reduce_scatter, out of place, 1024 B"
-    assert found["64 KiB, the worst operation: mpicomm / mpi4py"].where == "broadcast, in place"
-
-
-def test_without_deepspeed_it_has_no_target() -> None:
-    assert not any("DeepSpeed" in name for name in found_in(measured()))
 
 
 def test_the_delay_by_a_loop_is_that_of_the_median_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,13 +32,6 @@ def a_run(directory: Path, *, broken: bool = False) -> str:
     return str(directory)
 
 
-def test_a_report_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", a_run(tmp_path / "first"), a_run(tmp_path / "second")]) == 0
-    output = capsys.readouterr()
-    assert [word for word in ("first", "second", "complete", "samples/s") if word not in output.out] == []
-    assert output.err == ""
-
-
 def test_a_report_as_json_is_the_same_for_one_run_and_for_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

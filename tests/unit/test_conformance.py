@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.conformance import file_results, page, verdicts
-from tests.conformance.file_results import File, FileResults, FileTest
-from tests.conformance.journal import Journal
+from tests.conformance import page, verdicts
 from tests.conformance.results import Results, Run
 from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
 
@@ -24,10 +20,6 @@ BROKEN = Verdict(FAIL, "ValueError: no | such thing")
 def test_a_test_that_needs_a_gpu_is_known_by_its_reason(reason: str) -> None:
     assert Verdict(SKIP, reason).needs_gpu
     assert not Verdict(FAIL, reason).needs_gpu
-
-
-def test_a_test_for_another_backend_does_not_count_as_one_that_needs_a_gpu() -> None:
-    assert not Verdict(SKIP, "Only Nccl supports CUDA gather").needs_gpu
 
 
 def test_one_rank_that_fails_fails_the_test() -> None:
@@ -48,33 +40,6 @@ def test_a_test_passes_if_it_passes_under_one_label_and_fails_under_none() -> No
     assert verdicts.of_labels({"mpicomm": PASSED, "mpi": PASSED, "gloo": BROKEN}).outcome == FAIL
 
 
-def test_a_test_that_requests_a_gpu_is_skipped_without_one() -> None:
-    assert verdicts.of_labels({"mpicomm": ONLY_MPI, "gloo": NO_GPU}) == NO_GPU
-
-
-def test_the_reason_of_the_label_that_progressed_further_counts() -> None:
-    too_small = Verdict(SKIP, "Skipped due to small world size.")
-    assert verdicts.of_labels({"mpicomm": ONLY_MPI, "gloo": too_small}) == too_small
-
-
-def test_a_reason_fits_into_one_line_and_shows_no_path() -> None:
-    line = verdicts.in_one_line("OSError: cannot read\n  /home/somebody/file.py, see https://example.org/a/b")
-    assert line == "OSError: cannot read ..., see https://example.org/a/b"
-    assert len(verdicts.in_one_line("long " * 1000)) < 400
-
-
-def test_the_journal_names_the_test_that_has_no_verdict(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
-    assert journal.last() is None
-    journal.start("mpi", "test_a")
-    journal.end("mpi", "test_a", PASSED)
-    journal.start("mpi", "test_b")
-    assert journal.last() == ("mpi", "test_b", False)
-    assert journal.names("mpi") == {"test_a", "test_b"}
-    assert journal.verdicts("mpi") == {"test_a": PASSED}
-    assert not journal.is_finished()
-
-
 RUN = Run(
     {
         "mpicomm": {"test_a": PASSED, "test_b": PASSED, "test_c": ONLY_MPI, "test_d": NO_GPU, "test_e": ONLY_MPI},
@@ -85,16 +50,6 @@ RUN = Run(
 )
 
 
-def test_a_run_survives_as_json() -> None:
-    again = Run.from_json(RUN.to_json())
-    assert again.verdicts() == RUN.verdicts()
-    assert again.gloo == RUN.gloo
-
-
-def test_shortfalls_are_failures_and_tests_that_only_gloo_passes() -> None:
-    assert page.shortfalls(RUN) == ["test_b", "test_c"]
-
-
 def test_the_page_has_every_test() -> None:
     about = {"date": "2026-01-01", "command": "a command", "cores": 2, "versions": {"Some MPI": "1.0"}}
     lines = page.text([Results("Some MPI", about, {4: RUN})]).splitlines()
@@ -103,44 +58,3 @@ def test_the_page_has_every_test() -> None:
     assert "| `test_c` | skip | pass | Only MPI supports all_to_all |" in lines
     assert "| `test_e` | pass | skip |  |" in lines
     assert lines[-1] == "`test_d`"
-
-
-FILE = File(
-    "0123",
-    {
-        "Case.test_a": FileTest(2, PASSED, PASSED),
-        "Case.test_b": FileTest(4, BROKEN, PASSED),
-        "Case.test_c": FileTest(1, PASSED, ONLY_MPI),
-        "Case.test_d": FileTest(1, NO_GPU, BROKEN),
-        "Case.test_e": FileTest(1, NO_GPU, NO_GPU),
-    },
-)
-
-
-def test_the_page_has_the_files_and_the_tests_that_fail() -> None:
-    about = {"date": "2026-01-01", "command": "a command", "cores": 2, "versions": {"torch": "2.15.0+cpu"}}
-    lines = page.text([], [FileResults(about, {"test_it.py": FILE})]).splitlines()
-    assert "| 2.15.0 | `test_it.py` | 1 | 1 | 1 | 1 | 1 |" in lines
-    assert "| 2.15.0 | `Case.test_b` | ValueError: no \\| such thing |" in lines
-    assert "| 2.15.0 | `Case.test_d` | Need at least 2 CUDA devices |" in lines
-
-
-def test_the_results_of_files_survive_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_results, "DIRECTORY", tmp_path)
-    about = {"date": "2026-01-01", "command": "a command", "cores": 2, "versions": {"torch": "2.15.0+cpu"}}
-    FileResults(about, {"test_it.py": FILE}).write()
-    (again,) = file_results.read_all()
-    assert again == FileResults(about, {"test_it.py": FILE})
-
-
-@pytest.mark.parametrize("ranks", [2, 64])
-def test_the_number_of_ranks_that_a_test_needs_is_known_by_its_reason(ranks: int) -> None:
-    assert verdicts.ranks_needed(Verdict(SKIP, verdicts.needs_ranks(ranks))) == ranks
-    assert verdicts.ranks_needed(NO_GPU) is None
-
-
-def test_a_run_of_some_tests_keeps_the_verdicts_on_the_others_of_the_same_file() -> None:
-    again = File(FILE.sha256, {"Case.test_b": FileTest(4, PASSED, PASSED)})
-    assert again.added_to(FILE).of("both") == ["Case.test_a", "Case.test_b"]
-    assert again.added_to(File("4567", FILE.tests)) == again
-    assert again.added_to(None) == again

@@ -288,20 +288,13 @@ def test_a_job_that_recovers_continues_without_a_rank_but_not_without_a_host() -
     court = Court(nodes=TWO_NODES, recovers=True)
     court.lose(1)
     assert court.to_all == [protocol.ContinueWithout({"1": KILLED})]
-    assert court.to_parent == [protocol.RankFinished(1, has_failed=True)]
+    court.receive(ParentAttached())
+    assert court.to_parent == [protocol.RankFinished(1, has_failed=True)] * 2
     court.receive(protocol.RankDied(2, os.strerror(errno.ETIMEDOUT), None))
     cause = "rank 2 of 4 on node1 died: its host is unreachable (Connection timed out)"
-    assert court.to_parent[1:] == [protocol.JobFailed(cause)]
+    assert court.to_parent[2:] == [protocol.JobFailed(cause)]
     assert court.printed == [f"[mpicomm] {cause}; aborting the job\n{HOST_REMEDY}"]
     assert court.to_all[1:] == [JobEnding(files=True)]
-
-
-def test_failed_ranks_are_reported_again_to_mpicomm_run() -> None:
-    court = Court(recovers=True)
-    court.lose(1)
-    court.to_parent.clear()
-    court.receive(ParentAttached())
-    assert court.to_parent == [protocol.RankFinished(1, has_failed=True)]
 
 
 def test_a_job_that_recovers_continues_without_a_rank_that_got_sigterm() -> None:
@@ -324,14 +317,11 @@ def test_the_launcher_may_end_the_job_first_and_an_abort_is_repeated(court: Cour
     assert court.aborts == [1, 1]
 
 
-def test_a_rank_that_left_and_does_not_wait_for_the_others_has_not_died(court: Court) -> None:
-    court.leave(2, waits=False)
-    court.lose(2)
+def test_a_rank_that_left_can_die_only_while_it_waits_for_the_others(court: Court) -> None:
+    court.leave(1, waits=False)
+    court.lose(1)
     court.tick(100)
     assert (court.printed, court.to_all, court.coordinator.is_busy) == ([], [], False)
-
-
-def test_a_rank_that_left_and_waits_for_the_others_can_die(court: Court) -> None:
     court.leave(2)
     court.lose(2)
     assert court.printed == [died(2)]
@@ -425,11 +415,13 @@ def test_a_broken_group_is_reported_to_all(court: Court) -> None:
 def test_a_rank_that_left_while_others_wait_for_it_is_named(court: Court, exit_first: bool) -> None:
     if exit_first:
         court.leave(2, status=None)
+        assert not court.coordinator.is_busy
     for rank in (0, 1, 3):
         court.wait_in(rank)
     if not exit_first:
         assert not court.coordinator.is_busy
         court.leave(2, status=None)
+    assert court.coordinator.is_busy
     court.tick(GATHER - 0.01)
     assert court.to_all == []
     court.tick(0.01)
@@ -451,32 +443,16 @@ def test_a_rank_that_left_while_others_wait_for_it_is_named(court: Court, exit_f
     assert court.aborts == [1]
 
 
-def test_a_coordinator_that_will_check_the_exited_ranks_is_busy(court: Court) -> None:
-    court.leave(2)
-    assert not court.coordinator.is_busy
-    court.wait_in(0)
-    assert court.coordinator.is_busy
-
-
-def test_several_exited_ranks_are_named_together() -> None:
+def test_exited_ranks_of_collectives_and_of_messages_are_named_together() -> None:
     court = Court(nodes=TWO_NODES)
-    court.leave(2)
-    court.leave(1)
-    court.wait_in(0)
-    court.tick(GATHER)
-    court.answer_all()
-    (text,) = court.printed
-    assert text.startswith("[mpicomm] ranks 1, 2 of 4 on node0, node1 have exited, but other ranks wait for them; ")
-
-
-def test_exited_ranks_of_collectives_and_of_messages_are_named_together(court: Court) -> None:
     court.leave(1, sequence=99)
     court.leave(2)
     court.wait_in(0, sequence=None, needs="1")
     court.wait_in(3)
     court.tick(TRANSIT)
     court.answer_all()
-    assert court.printed[0].startswith("[mpicomm] ranks 1, 2 of 4 on node0 have exited, but other ranks wait")
+    (text,) = court.printed
+    assert text.startswith("[mpicomm] ranks 1, 2 of 4 on node0, node1 have exited, but other ranks wait for them; ")
 
 
 @pytest.mark.parametrize(("left_with", "ends_with"), [(None, 1), (0, 1), (3, 3)])
@@ -854,19 +830,12 @@ def test_a_rank_whose_wait_timed_out_gets_the_missing_ranks(court: Court) -> Non
     assert (court.printed, court.aborts, court.coordinator.is_ending) == ([], [], False)
 
 
-def test_only_those_of_the_group_can_be_missing(court: Court) -> None:
-    court.miss(1, needs="0, 1")
-    court.answer(*range(SIZE), sequence=41)
-    court.tick()
-    assert court.answers()[-1].ranks == "0, 1"
-
-
-def test_a_rank_that_does_not_reply_is_missing(court: Court) -> None:
-    court.miss(1)
-    court.answer(0, 1, 3)
+def test_ranks_of_the_group_that_do_not_reply_are_missing(court: Court) -> None:
+    court.miss(1, needs="0-2")
+    court.answer(0, 1, 3, sequence=41)
     court.tick(COLLECT_SECONDS)
-    assert court.answers()[-1].ranks == "2"
-    assert "rank 2  not responding" in court.answers()[-1].table
+    assert court.answers()[-1].ranks == "0-2"
+    assert court.answers()[-1].table.splitlines()[1:] == ["  rank 2      not responding for 4 s on node0"]
 
 
 def test_every_request_is_answered(court: Court) -> None:

@@ -90,19 +90,6 @@ def test_a_launcher_is_detected_by_its_variables(title: str) -> None:
 
 
 @each_launcher
-def test_a_claim_shows_the_variables_as_they_are_set(launcher: Launcher) -> None:
-    environ = environ_of(launcher)
-    (claim,) = detect.detect(environ).claims
-    assert claim.shown == " ".join(f"{name}={environ[name]}" for name in launcher.variables(COMPARED))
-
-
-@each_launcher
-def test_the_rank_is_sufficient_to_detect_a_launcher(launcher: Launcher) -> None:
-    launch = detect.detect({launcher.rank: str(RANK)})
-    assert (launch.title, launch.rank, launch.size, launch.local_size) == (launcher.title, RANK, 1, 1)
-
-
-@each_launcher
 def test_an_empty_variable_counts_as_unset(launcher: Launcher) -> None:
     assert detect.detect(dict.fromkeys(launcher.variables(COMPARED), "")).claims == ()
 

@@ -2,41 +2,8 @@
 
 from __future__ import annotations
 
-import types
-from typing import Any
-
-import pytest
-
-from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
-from tests.horovod_upstream import page, plugin, results
-
-
-def report(outcome: str, text: Any = "") -> Any:
-    """Return what the verdict needs of pytest's report."""
-    crash = types.SimpleNamespace(message="AssertionError: 1 != 2")
-    longrepr = text if isinstance(text, tuple) else types.SimpleNamespace(reprcrash=crash)
-    return types.SimpleNamespace(
-        failed=outcome == "failed", skipped=outcome == "skipped", longrepr=longrepr, longreprtext=str(text)
-    )
-
-
-@pytest.mark.parametrize(
-    ("reports", "expected"),
-    [
-        ([report("passed"), report("passed"), report("passed")], Verdict(PASS)),
-        (
-            [report("passed"), report("skipped", ("f", 1, "Skipped: No GPUs available")), report("passed")],
-            Verdict(SKIP, "No GPUs available"),
-        ),
-        (
-            [report("passed"), report("passed"), report("failed", "  a\n>   assert 1 == 2\nE  1 != 2")],
-            Verdict(FAIL, "AssertionError: 1 != 2 in `assert 1 == 2`"),
-        ),
-    ],
-    ids=["pass", "skip", "fail"],
-)
-def test_the_verdict_of_a_rank(reports: list[Any], expected: Verdict) -> None:
-    assert plugin._verdict(reports) == expected
+from tests.conformance.verdicts import PASS, SKIP
+from tests.horovod_upstream import page, results
 
 
 def test_the_page_is_that_of_the_results() -> None:

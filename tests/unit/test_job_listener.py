@@ -10,7 +10,6 @@ import selectors
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,14 +17,13 @@ import pytest
 from mpicomm.cli.job_listener import Job, JobListener
 from mpicomm.json_messages import Message
 from mpicomm.recorder.status import Crash
-from mpicomm.watchdog import connection as connections
 from mpicomm.watchdog import parent_link
 from mpicomm.watchdog.agent import Watchdog, WatchdogSettings
 from mpicomm.watchdog.channel import Channel, RankInfo
 from mpicomm.watchdog.connection import Connection
 from mpicomm.watchdog.parent_link import Parent
 from mpicomm.watchdog.protocol import JobFailed, JobStarted, RankFinished, StopAnswered
-from tests.time_limits import scaled, wait_until
+from tests.time_limits import wait_until
 
 HOST_TIMEOUT = 7  # seconds
 HOSTS = {"node1": "0, 1", "node2": "2, 3"}
@@ -144,20 +142,6 @@ def test_an_answer_belongs_to_the_last_question_about_its_signal(
     listener[0].ask_to_stop(signal.SIGUSR1)
     assert job.answers == {signal.SIGTERM: True}
     connection.close()
-
-
-def test_a_connection_that_does_not_authenticate_is_closed(
-    listener: tuple[JobListener, selectors.BaseSelector], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "_AUTHENTICATION_SECONDS", 0.0)
-    parent = listener[0].parent
-    with socket.create_connection((parent.addresses[0], parent.port), timeout=scaled(30.0)) as stranger:
-        while len(listener[1].get_map()) < 2:
-            handle(listener)
-        time.sleep(0.01)
-        listener[0].close_expired()
-        while stranger.recv(4096):
-            pass
 
 
 def test_the_host_timeout_is_set(listener: tuple[JobListener, selectors.BaseSelector]) -> None:

@@ -279,40 +279,6 @@ def test_words_are_quoted_on_one_line() -> None:
     assert quoting.joined(["a b", "c", "x$INDEX.y z"], "INDEX") == """'a b' c x"$INDEX"'.y z'"""
 
 
-@each_scheduler
-def test_modules_are_loaded_in_their_order(scheduler: str) -> None:
-    text = script(job(scheduler, module=("openmpi/5.0.5", "gcc@14:x")))
-    assert "\nmodule load openmpi/5.0.5 gcc@14:x || exit\n" in text
-
-
-@pytest.mark.parametrize("scheduler", ["pbs", "lsf"])
-def test_torchrun_starts_on_each_host_with_the_arguments_of_the_program(scheduler: str) -> None:
-    command = ("torchrun", "--tee=3", "train.py", "--lr", "0.1")
-    text = script(job(scheduler, *command, nodes=2, ranks_per_node=4, env=("A=1",)))
-    start, _, rest = text.partition(' \\\n        torchrun --nproc-per-node=4 --nnodes="${#hosts[@]}" \\\n')
-    assert (
-        ' "${hosts[node_rank]}" /usr/bin/env -C "$PWD" \\\n        PATH="$PATH" OMP_NUM_THREADS="$OMP_NUM_THREADS" '
-        in start
-    )
-    assert start.endswith(' A="$A"')
-    assert rest.startswith(
-        '        --node-rank="$node_rank" --master-addr="${hosts[0]}" --master-port="$port" \\\n'
-        "        --tee=3 train.py --lr 0.1 &\n"
-        "done\n"
-    )
-
-
-def test_flux_starts_torchrun_on_each_node() -> None:
-    size = {"nodes": 2, "ranks_per_node": 4, "gpus_per_node": 4, "cpus_per_rank": 2}
-    assert (
-        "\nflux run -N 2 -n 2 -c 8 -g 4 \\\n"
-        "    bash -c 'PET_NODE_RANK=$FLUX_TASK_RANK exec \"$@\"' bash \\\n"
-        "    torchrun --nproc-per-node=4 --nnodes=2 \\\n"
-        '    --master-addr="$(hostname)" --master-port="$port" \\\n'
-        "    train.py --lr 0.1\n"
-    ) in script(job("flux", "torchrun", "train.py", "--lr", "0.1", **size))
-
-
 def test_interactively_it_is_the_same_job(capsys: pytest.CaptureFixture[str]) -> None:
     options = shlex.split("--nodes 2 --gpus-per-node 4 --time 30 --partition p --account a --exclusive --mem 4G")
     text = run(capsys, "slurm", *options, "--constraint", "a&b", "--qos", "q", "--", *PROGRAM)

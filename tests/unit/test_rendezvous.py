@@ -157,14 +157,10 @@ def test_a_place_that_all_nodes_do_not_reach_is_shown_with_those_that_do_not() -
 # -- port, address and interface that the user sets --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("port", [1, 29500, 65535])
-def test_a_port_is_a_number(port: int) -> None:
-    assert rendezvous._given_port({"MASTER_PORT": str(port)}) == port
-
-
-@pytest.mark.parametrize("environ", [{}, {"MASTER_PORT": ""}, {"MASTER_PORT": "0"}])
-def test_without_a_port_any_will_do(environ: dict[str, str]) -> None:
-    assert rendezvous._given_port(environ) == 0
+@pytest.mark.parametrize(("text", "port"), [("1", 1), ("29500", 29500), ("65535", 65535), ("", 0), ("0", 0)])
+def test_a_port_is_a_number_and_without_one_any_will_do(text: str, port: int) -> None:
+    assert rendezvous._given_port({"MASTER_PORT": text}) == port
+    assert rendezvous._given_port({}) == 0
 
 
 @pytest.mark.parametrize("text", ["http", "-1", "65536", "29500.0", "0x50", "tcp://29500", "²"])

@@ -146,21 +146,6 @@ def test_a_name_that_is_taken_is_refused(run: RunDirectory) -> None:
     assert (run.path / "step-000000005" / "precious.pt").exists()
 
 
-def test_a_checkpoint_of_the_same_name_is_replaced(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any time one of the two is complete."""
-    mark, marked = RunDirectory._mark, []
-
-    def marking(self: RunDirectory, path: Path) -> None:
-        marked.extend(self.path.glob("*/COMPLETE"))
-        mark(self, path)
-
-    monkeypatch.setattr(RunDirectory, "_mark", marking)
-    before = (run.path / "step-000000004").stat().st_ino
-    assert saved(run, 4).stat().st_ino != before
-    assert len(marked) == 1
-    assert names(run.path) == ["step-000000004"]
-
-
 def test_an_interrupted_removal_or_save_is_completed_by_the_next_start(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,10 +152,6 @@ def test_a_file_without_entries(directory: Path, cut: str) -> None:
 def test_entries_after_the_checkpoint_of_a_resume_do_not_count(directory: Path) -> None:
     run = read(directory, [*WHOLE[:7], resume(12, 1, 20), *SECOND])
     assert seen(run)[4:] == [("eval", 10), ("resume", 12), ("step", 15), ("step", 20), ("epoch", 20)]
-
-
-def test_samples_are_counted_from_where_the_run_went_on(directory: Path) -> None:
-    run = read(directory, [*WHOLE[:7], resume(12, 1, 20), *SECOND])
     assert [each.samples for each in run.select("step")] == [50, 50, 30, 50]
     assert run_metrics.compute(run).samples == 200
 

@@ -18,7 +18,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     TensorDataset,
-    get_worker_info,
 )
 
 from mpicomm.training.data import DataRank, LoaderOptions, Step
@@ -45,36 +44,6 @@ def test_every_sample_is_in_one_batch_of_one_rank(
     assert sorted(taken) == list(range(length))
 
 
-@given(st.integers(1, 200), sizes, sizes, st.integers(1, 4), st.integers(1, 4), st.integers(0, 30))
-def test_another_number_of_ranks_resumes(
-    length: int, batch_size: int, grad_accum_steps: int, before: int, after: int, steps: int
-) -> None:
-    first, second = (EpochPartition(length, batch_size, grad_accum_steps, size) for size in (before, after))
-    bounds = list(first.bounds(0))[:steps]
-    consumed = bounds[-1][1] if bounds else 0
-    taken = [index for start, end in bounds for index in _of(first, start, end)]
-    taken += [index for start, end in second.bounds(consumed) for index in _of(second, start, end)]
-    assert sorted(taken) == list(range(length))
-
-
-def _of(partition: EpochPartition, start: int, end: int) -> list[int]:
-    return [
-        index
-        for rank in range(partition.size)
-        for each in partition.batches(start, end, rank)
-        for index in range(end)[each]
-    ]
-
-
-@given(st.integers(1, 100), sizes, sizes, sizes)
-def test_steps_are_whole_where_the_last_is_dropped(
-    length: int, batch_size: int, grad_accum_steps: int, size: int
-) -> None:
-    whole = batch_size * grad_accum_steps * size
-    bounds = list(EpochPartition(length, batch_size, grad_accum_steps, size, drop_last=True).bounds(0))
-    assert bounds == [(start, start + whole) for start in range(0, length - whole + 1, whole)]
-
-
 def numbers(length: int) -> TensorDataset:
     return TensorDataset(torch.arange(length), torch.arange(length))
 
@@ -83,13 +52,6 @@ def taken(steps: list[list[Step]]) -> list[int]:
     """Return the counted samples of all ranks."""
     batches = [batch for of_rank in steps for step in of_rank for batch in step.batches]
     return [int(each) for batch in batches for each in batch.content[0][: batch.count]]
-
-
-def test_a_loader_of_the_usual_kind_is_shared() -> None:
-    loader = DataLoader(numbers(20), batch_size=3, collate_fn=lambda pairs: (torch.stack([x for x, _ in pairs]), None))
-    steps = [list(make_source(loader, LoaderOptions(99, 2), DataRank(rank, 2)).steps(0, 0, 0)) for rank in range(2)]
-    assert taken(steps[:1])[:3] == [0, 2, 4], "it does not shuffle, since the loader does not"
-    assert sorted(taken(steps)) == list(range(20))
 
 
 def test_a_drop_last_that_drops_all_samples_is_refused() -> None:
@@ -103,15 +65,6 @@ class Numbers(IterableDataset[torch.Tensor]):
 
     def __iter__(self):
         return iter(zip(*[torch.arange(self.start, self.start + self.length)] * 2, strict=True))
-
-
-class SplitByWorker(Numbers):
-    """Divides its samples among the workers, as in torch's documentation."""
-
-    def __iter__(self):
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return itertools.islice(super().__iter__(), first, None, step)
 
 
 @pytest.mark.parametrize("shard", [None, True])

@@ -95,15 +95,6 @@ def test_unwatch_restores_the_previous_state(ear: Ear, other_ear: Ear, has_previ
     assert wakeup_fd() == previous
 
 
-def test_watching_may_begin_again(ear: Ear) -> None:
-    for _ in range(3):
-        signals.watch(ear.fileno())
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert ear.received() == TERM
-        signals.unwatch()
-    assert (wakeup_fd(), signal.getsignal(signal.SIGTERM)) == (-1, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize(("handler", "expected"), [(ignore, TERM), (signal.SIG_IGN, b"")])
 def test_a_foreign_handler_is_not_changed(ear: Ear, handler: signal.Handlers, expected: bytes) -> None:
     signal.signal(signal.SIGTERM, handler)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
@@ -206,27 +204,6 @@ def test_a_message_is_sent_and_received(is_dense: bool, seed: int) -> None:
     put()
     assert target.tolist() == [0, 1, 2, 3, 4]
     assert mover.is_quiet
-
-
-@pytest.mark.parametrize("use", [IN_PLACE, SPREAD_READ])
-def test_tensors_of_the_host_are_cut_as_those_of_other_ranks_on_gpus(use: Use) -> None:
-    size, chunk_bytes = 4, 32
-    lengths: dict[str, list[int]] = {"device": [], "host": []}
-
-    def noting(name: str) -> Callable[[torch.Tensor], Call]:
-        def make(host: torch.Tensor) -> Call:
-            lengths[name].append(len(host))
-            return lambda: None
-
-        return make
-
-    staged(size, chunk_bytes)[0].prepare(
-        noting("device"), [torch.ones(20)], [use], num_blocks=size if use.is_spread else 1
-    )()
-    host = StagingTransport(size, chunk_bytes, lambda _: False)
-    host.prepare(noting("host"), [torch.ones(20)], [use], num_blocks=size if use.is_spread else 1)()
-    assert lengths["host"] == lengths["device"]
-    assert len(lengths["host"]) > 1
 
 
 def test_tensors_that_are_on_the_host_on_all_ranks_are_not_cut() -> None:
