@@ -264,20 +264,26 @@ class Result:
     """Seconds from the fault to the end of the job; None if it did not end."""
 
     status: int | None
-    lines: list[str]
-    """The output of mpicomm: its `[mpicomm]` lines and the tables below them."""
-
-    causes: list[str]
-    """The lines that name the cause of the job's end."""
-
-    named: list[int]
-    """The ranks that these lines name."""
-
     left: list[str]
     """Leftover processes and files of the job. mpicomm creates no file in /dev/shm: it uses memfd_create."""
 
     stderr: str
     """The content of stderr; if the job did not end, a description of the failure."""
+
+    @functools.cached_property
+    def lines(self) -> list[str]:
+        """The output of mpicomm: its `[mpicomm]` lines and the tables below them."""
+        return _lines_of_ours(self.stderr)
+
+    @property
+    def causes(self) -> list[str]:
+        """The lines that name the cause of the job's end."""
+        return [line for line in self.lines if _CAUSE.match(line)]
+
+    @property
+    def named(self) -> list[int]:
+        """The ranks that these lines name."""
+        return _named(self.lines)
 
     @property
     def problems(self) -> list[str]:
@@ -369,12 +375,7 @@ def run(
             return _of_failure(way, rank, size, mpi_of(programs), str(error))
         left = [f"file {path.name}" for path in sorted(cwd.iterdir())]
         seconds = outcome.ended - float(at.read_text()) if at.exists() else None
-    lines = _lines_of_ours(outcome.stderr)
-    causes = [line for line in lines if _CAUSE.match(line)]
-    named = _named(lines)
-    return Result(
-        way, rank, size, mpi_of(programs), True, seconds, outcome.status, lines, causes, named, left, outcome.stderr
-    )
+    return Result(way, rank, size, mpi_of(programs), True, seconds, outcome.status, left, outcome.stderr)
 
 
 def programs_of(environment: Path | None) -> Path:
@@ -401,10 +402,8 @@ def _of_failure(way: Way, rank: int, size: int, mpi: str, error: str) -> Result:
     is_hang = error.startswith("killed at its time limit")
     left = [] if is_hang else [error.splitlines()[0]]
     status = re.search(r"^status (-?\d+) after", error, re.MULTILINE)
-    lines = _lines_of_ours(error)
-    causes = [line for line in lines if _CAUSE.match(line)]
     known = None if is_hang or not status else int(status[1])
-    return Result(way, rank, size, mpi, not is_hang, None, known, lines, causes, _named(lines), left, error)
+    return Result(way, rank, size, mpi, not is_hang, None, known, left, error)
 
 
 # -- output of mpicomm -------------------------------------------------------------------------------------------------

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launching import Outcome, run_ranks
-
-pytestmark = [pytest.mark.xdist_group("aborted-groups"), pytest.mark.each_mpi]  # the tests share the outcome of one job
+from tests.launching import run_ranks
 
 SIZE = 3
 SCRIPT = """
@@ -68,17 +66,14 @@ for case in sys.argv[1:]:
 IN_FLIGHT = ["message", "future_of_a_message", "collective", "queued_collectives"]
 
 
-@pytest.fixture(scope="module")
-def outcome() -> Outcome:
-    return run_ranks(SIZE, ["-c", SCRIPT, *IN_FLIGHT])
-
-
-@pytest.mark.parametrize("case", IN_FLIGHT)
-def test_a_group_that_is_aborted_with_something_in_flight(case: str, outcome: Outcome) -> None:
-    message = f"group {1 + IN_FLIGHT.index(case)} cannot be used any more: it was aborted"
-    assert f"{case}: rank 0: waiting: " in outcome.stdout, outcome
-    assert f"{case}: rank 0: {message}" in outcome.stdout, outcome
-    for rank in range(1, SIZE):
-        assert f"{case}: rank {rank}: {message} on rank 0" in outcome.stdout, outcome
-    for rank in range(SIZE):
-        assert f"{case}: rank {rank}: ends with {SIZE**2}\n" in outcome.stdout, outcome
+@pytest.mark.each_mpi
+def test_a_group_that_is_aborted_with_something_in_flight() -> None:
+    outcome = run_ranks(SIZE, ["-c", SCRIPT, *IN_FLIGHT])
+    for number, case in enumerate(IN_FLIGHT, 1):
+        message = f"group {number} cannot be used any more: it was aborted"
+        assert f"{case}: rank 0: waiting: " in outcome.stdout, outcome
+        assert f"{case}: rank 0: {message}" in outcome.stdout, outcome
+        for rank in range(1, SIZE):
+            assert f"{case}: rank {rank}: {message} on rank 0" in outcome.stdout, outcome
+        for rank in range(SIZE):
+            assert f"{case}: rank {rank}: ends with {SIZE**2}\n" in outcome.stdout, outcome

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 
 import pytest
 
-from tests.launching import Outcome, run_ranks
+from tests.launching import run_ranks
 from tests.time_limits import scaled
-
-pytestmark = pytest.mark.xdist_group("deadlines")  # the tests share the outcome of one job
 
 SIZE = 3
 
@@ -81,44 +78,32 @@ sys.exit(3)
 """
 # Cases that leave an operation in MPI are last: a thread of rank 0 stays in it.
 RAISES = ["barrier", "barrier-debug", "raise", "raise-own", "async", "raise-async"]
-IN_MPI = {"async", "raise-async"}
 
 
-def cases(names: Sequence[str]) -> list[object]:
-    """Return parameters; the effect of an operation that stays in MPI depends on the MPI library."""
-    return [pytest.param(name, marks=pytest.mark.each_mpi if name in IN_MPI else ()) for name in names]
-
-
-@pytest.fixture(scope="module")
-def outcome() -> Outcome:
-    return run_ranks(SIZE, ["-c", SCRIPT, *RAISES])
-
-
-@pytest.mark.parametrize("case", cases(RAISES))
-def test_an_exception_names_the_missing_ranks(case: str, outcome: Outcome) -> None:
-    entries = [line for line in map(json.loads, outcome.stdout.splitlines()) if line[0] == case]
-    errors = [(rank, kind, text) for _, rank, kind, text in entries if kind != "end"]
-    by_rank_0 = [(kind, text) for rank, kind, text in errors if rank == 0]
-    assert len(by_rank_0) == 2, f"{case}: rank 0 gets an exception from each of its two calls\n{outcome}"
-    kind, text = by_rank_0[0]
-    first, _, table = text.partition("\n")
-    seconds = "1" if case in ("raise", "raise-async") else "0.5"
-    assert kind == "TimeoutError", outcome
-    assert " #2, " in first, outcome
-    assert first.endswith(f" timed out after {seconds} s: 2 of 3 ranks did not reach it: ranks 1, 2."), outcome
-    barrier = 1 + RAISES.index(case)  # each case calls one barrier in the group of all ranks
-    assert re.search(rf"^ +ranks 1, 2 +in barrier #{barrier}, at <string>:\d+", table, re.MULTILINE), outcome
-    errors.remove((0, kind, text))
-    assert sorted(rank for rank, _, _ in errors) == list(range(SIZE)), f"{case}: a rank uses the group\n{outcome}"
-    for rank, kind, text in errors:
-        assert kind == "MpicommError", f"{case}, rank {rank}\n{outcome}"
-        assert text.startswith("group "), f"{case}, rank {rank}\n{outcome}"
-        assert "cannot be used any more" in text.splitlines()[0], f"{case}, rank {rank}\n{outcome}"
-    assert [kind for _, _, kind, _ in entries].count("end") == SIZE, f"{case}: a rank does not go on\n{outcome}"
-
-
-def test_the_status_after_an_exception_is_not_0(outcome: Outcome) -> None:
+@pytest.mark.each_mpi
+def test_an_exception_names_the_missing_ranks() -> None:
+    outcome = run_ranks(SIZE, ["-c", SCRIPT, *RAISES])
     assert outcome.status != 0, outcome
+    lines = [json.loads(line) for line in outcome.stdout.splitlines()]
+    for barrier, case in enumerate(RAISES, 1):  # each case calls one barrier in the group of all ranks
+        entries = [(rank, kind, text) for name, rank, kind, text in lines if name == case]
+        errors = [entry for entry in entries if entry[1] != "end"]
+        by_rank_0 = [entry for entry in errors if entry[0] == 0]
+        assert len(by_rank_0) == 2, f"{case}: rank 0 gets an exception from each of its two calls\n{outcome}"
+        _, kind, text = by_rank_0[0]
+        first, _, table = text.partition("\n")
+        seconds = "1" if case in ("raise", "raise-async") else "0.5"
+        assert kind == "TimeoutError", outcome
+        assert " #2, " in first, outcome
+        assert first.endswith(f" timed out after {seconds} s: 2 of 3 ranks did not reach it: ranks 1, 2."), outcome
+        assert re.search(rf"^ +ranks 1, 2 +in barrier #{barrier}, at <string>:\d+", table, re.MULTILINE), outcome
+        errors.remove(by_rank_0[0])
+        assert sorted(rank for rank, _, _ in errors) == list(range(SIZE)), f"{case}: a rank uses the group\n{outcome}"
+        for rank, kind, text in errors:
+            assert kind == "MpicommError", f"{case}, rank {rank}\n{outcome}"
+            assert text.startswith("group "), f"{case}, rank {rank}\n{outcome}"
+            assert "cannot be used any more" in text.splitlines()[0], f"{case}, rank {rank}\n{outcome}"
+        assert [kind for _, kind, _ in entries].count("end") == SIZE, f"{case}: a rank does not go on\n{outcome}"
 
 
 @pytest.mark.parametrize(

@@ -150,36 +150,34 @@ limit = timedelta(seconds=300)
 suspended, clock = 0.0, time.monotonic
 time.monotonic = lambda: clock() + suspended
 world = mpicomm.bootstrap()
-def in_parts(group):
-    dist.all_reduce(torch.ones(1), group=group, async_op=True).wait(limit)
-def by_handle(group):
-    mpicomm.all_reduce(torch.ones(1), group=group, async_op=True).wait(limit)
 def message(group):
     if world.rank == 1:
         dist.irecv(torch.ones(1), 0, group=group).wait(limit)
     else:
         dist.send(torch.ones(1), 1, group=group)
-def raising(group):
-    dist.all_reduce(torch.ones(1), group=group)
-def monitored(group):
-    group.monitored_barrier(limit)
-ways = [in_parts, by_handle, message, raising, monitored, dist.barrier]
-groups = []
-for way in ways:
-    os.environ["MPICOMM_ON_TIMEOUT"] = "raise" if way is raising else "abort"
-    groups.append(dist.new_group(timeout=limit))
-def run(way, group):
+WAITS = {
+    "in parts": lambda group: dist.all_reduce(torch.ones(1), group=group, async_op=True).wait(limit),
+    "by handle": lambda group: mpicomm.all_reduce(torch.ones(1), group=group, async_op=True).wait(limit),
+    "message": message,
+    "raising": lambda group: dist.all_reduce(torch.ones(1), group=group),
+    "monitored": lambda group: group.monitored_barrier(limit),
+    "barrier": dist.barrier,
+}
+def run(name, group):
     try:
-        way(group=group)
-        print("through", way.__name__, flush=True)
+        WAITS[name](group)
+        print("through", name, flush=True)
     except Exception as error:
-        print(way.__name__, type(error).__name__, error, flush=True)
-waits = [threading.Thread(target=run, args=pair) for pair in zip(ways, groups)]
+        print(name, type(error).__name__, error, flush=True)
+waits = []
+for name in WAITS:
+    os.environ["MPICOMM_ON_TIMEOUT"] = "raise" if name == "raising" else "abort"
+    waits.append(threading.Thread(target=run, args=(name, dist.new_group(timeout=limit))))
 dist.barrier()
 if world.rank == 1:
     for wait in waits:
         wait.start()
-    wait_until(lambda: len(flight_recorder.running()) == len(ways), "rank 1 waits in every operation")
+    wait_until(lambda: len(flight_recorder.running()) == len(WAITS), "rank 1 waits in every operation")
 world.comm.Barrier()
 suspended = 1000.0
 time.sleep(2)
@@ -202,7 +200,7 @@ def test_a_job_that_was_suspended_continues() -> None:
 def test_timeouts_do_not_count_a_suspension() -> None:
     outcome = run_ranks(2, IMPORTS + SUSPENDED_IN_WAITS)
     assert outcome.status == 0, outcome
-    ways = ["in_parts", "by_handle", "message", "raising", "monitored", "barrier"]
+    ways = ["in parts", "by handle", "message", "raising", "monitored", "barrier"]
     assert sorted(outcome.stdout.splitlines()) == sorted(f"through {way}" for way in ways * 2), outcome
     assert causes(outcome) == [], outcome
 

@@ -20,7 +20,9 @@ RUN = (sys.executable, "-m", "mpicomm", "run", "--horovod")
 RANKS = 2
 
 # Uses the modules that scripts import, in the rank and in the processes of a DataLoader, which inherit only sys.path.
-IMPORTS = """
+# In `loop`, an operation fails on all ranks, and then the program asks twice for a new start, the second time without
+# sync.
+SCRIPT = """
 import importlib.util
 
 import horovod
@@ -35,10 +37,7 @@ from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import Average, allreduce, rank
 from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.sync_batch_norm import SyncBatchNorm
-"""
-LOADED = (
-    IMPORTS
-    + """
+
 
 class Data(torch.utils.data.Dataset):
     def __len__(self):
@@ -67,10 +66,7 @@ def check():
     print("loaded", [[int(each) for each in batch] for batch in loader])
     print(error_of(lambda: __import__("horovod.tensorflow")))
     print(error_of(lambda: horovod.run(check, np=2)))
-"""
-)
-# An operation fails on all ranks, and then the program asks twice for a new start, the second time without sync.
-LOOP = """
+
 
 def loop():
     calls, resets = [], []
@@ -102,8 +98,12 @@ def loop():
 
     calls.clear()
     print(error_of(lambda: fails(state)), calls)
+
+
+if __name__ == "__main__":
+    check()
+    loop()
 """
-SCRIPT = LOADED + LOOP + '\n\nif __name__ == "__main__":\n    check()\n    loop()\n'
 
 
 @pytest.mark.each_mpi

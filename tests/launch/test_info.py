@@ -68,18 +68,8 @@ def test_alone_and_under_torchrun() -> None:
     alone = run_alone(INFO)
     assert alone.status == 0, alone
     assert "1 rank on 1 node, started by " in alone.stdout
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "mpicomm",
-        "info",
-        "--json",
-    ]
-    outcome = run_command(torchrun)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    outcome = run_command([*torchrun, *INFO, "--json"])
     assert outcome.status == 0, outcome
     found = json.loads(outcome.stdout)
     assert (found["size"], found["backend"], found["launcher"]) == (2, "gloo", "torchrun")

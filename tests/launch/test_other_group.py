@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import run_command, run_ranks
+from tests.launching import run_alone, run_ranks
 
 SIZE = 2
 OWN_GROUP = """
@@ -61,9 +59,9 @@ def test_every_rank_reports_which_call_to_delete(program: Path, tmp_path: Path) 
     assert "Traceback" not in outcome.stderr, outcome
 
 
-def test_ranks_of_torchrun_get_the_signals_of_the_command(program: Path, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_report_it_too(program: Path, tmp_path: Path) -> None:
     program.write_text(OWN_GROUP + "mpicomm.bootstrap()\n")
-    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {SIZE} {program}"
-    outcome = run_command(shlex.split(f"{command} file://{tmp_path}/meeting"))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE)]
+    outcome = run_alone([*torchrun, str(program), f"file://{tmp_path}/meeting"])
     assert outcome.status != 0, outcome
     assert message(program, CALLS["auto"]).splitlines()[0] in outcome.stderr, outcome

@@ -16,7 +16,7 @@ from tests.launching import run_command, run_ranks
 
 IN_SLOTS = "tensor = torch.ones(2**14)\nfor _ in range(3):\n    all_reduce()"
 FOREVER = "while True:\n    all_reduce()"
-MISSING = ways.Way(
+NEVER = ways.Way(
     "a rank that never arrives",
     "time.sleep(600)",
     ways.DEADLINE,
@@ -25,7 +25,7 @@ MISSING = ways.Way(
 
 
 @pytest.mark.each_mpi
-@pytest.mark.parametrize("way", [ways.BY_NAME["SIGKILL"], MISSING], ids=lambda way: way.name)
+@pytest.mark.parametrize("way", [ways.BY_NAME["SIGKILL"], NEVER], ids=lambda way: way.name)
 def test_a_rank_that_does_not_arrive_in_slots(way: ways.Way) -> None:
     """Without the C library, the ranks wait in MPI."""
     nodes.require("slots")
@@ -59,7 +59,7 @@ def test_a_dev_shm_of_64_mb_is_enough() -> None:
     assert outcome.status == 0, outcome
 
 
-MISSING = """
+LACKING = """
 import os
 from mpicomm.native import c_library
 
@@ -79,11 +79,11 @@ assert dist.group.WORLD._executor.algorithms.slots is None
 
 @pytest.mark.skipif(not nodes.has_library(), reason="the C library was not built")
 def test_a_library_that_is_missing_on_one_rank() -> None:
-    outcome = run_ranks(2, ["-c", MISSING])
+    outcome = run_ranks(2, ["-c", LACKING])
     assert outcome.status == 0, outcome
     assert outcome.stderr.count("rank 1: the C library of mpicomm was not built") == 1, outcome
     assert outcome.stderr.count("Install a C compiler") == 1, outcome
-    assert "the C library" not in run_ranks(2, ["-c", MISSING], env={"MPICOMM_NATIVE": "0"}).stderr
+    assert "the C library" not in run_ranks(2, ["-c", LACKING], env={"MPICOMM_NATIVE": "0"}).stderr
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
-from tests.launching import Outcome, run_ranks
+from tests.launching import run_ranks
 from tests.ports import reserved_port
 
-pytestmark = pytest.mark.xdist_group("store")  # the tests share the outcome of one job
-
 SIZE = 2
-TOTAL = SIZE * (SIZE + 1) // 2
 
 # The programs run one after the other in one job, and each calls bootstrap(). Each rank writes lines that begin with
-# the program's name. If a program fails, the traceback names it, and the tests of the later programs fail, too.
+# the program's name.
 PROGRAMS = """
 import os, socket, subprocess, sys
 import torch
@@ -68,58 +61,28 @@ def address_of_the_user():
     world = mpicomm.bootstrap()
     yield world.master_addr, world.master_port, os.environ["MASTER_PORT"]
 
-# Behind the one that leaves the address of the user in the environment comes no other.
-NAMES = "own_port_gloo own_port_mpicomm children second_group loopback address_of_the_user"
-for name in NAMES.split():
-    for words in globals()[name]():
-        sys.stdout.write(f"{name}: {words}\\n")
+# The last one leaves the address of the user in the environment.
+for program in (own_port_gloo, own_port_mpicomm, children, second_group, loopback, address_of_the_user):
+    for words in program():
+        sys.stdout.write(f"{program.__name__}: {words}\\n")
         sys.stdout.flush()
     mpicomm.shutdown()
 """
 
 
-@pytest.fixture(scope="module")
-def ports() -> Iterator[list[int]]:
-    """Three free ports."""
+def test_programs_that_use_the_store() -> None:
+    """A program sets a MASTER_PORT, as the setup() of PyTorch's DDP tutorial does, or uses the exported variables."""
     with reserved_port() as gloo, reserved_port() as mpicomm, reserved_port() as user:
-        yield [gloo, mpicomm, user]
-
-
-@pytest.fixture(scope="module")
-def outcome(ports: list[int]) -> Outcome:
-    return run_ranks(SIZE, ["-c", PROGRAMS, *map(str, ports)])
-
-
-def lines(outcome: Outcome, program: str) -> list[str]:
-    """Return the output of the ranks in a program."""
-    found = [line.partition(": ") for line in outcome.stdout.splitlines()]
-    words = sorted(text for name, _, text in found if name == program)
-    assert words, f"the program {program} printed no lines: it failed, or one before it\n{outcome}"
-    return words
-
-
-@pytest.mark.parametrize("backend", ["mpicomm", "gloo"])
-def test_a_program_sets_a_master_port_of_its_own(backend: str, outcome: Outcome) -> None:
-    """As the setup() of PyTorch's DDP tutorial does."""
-    assert lines(outcome, f"own_port_{backend}") == [str(TOTAL)] * SIZE, outcome
-
-
-def test_child_processes_make_a_group_with_the_exported_variables(outcome: Outcome) -> None:
-    assert lines(outcome, "children") == [str(SIZE)] * SIZE, outcome
-
-
-def test_a_group_can_be_made_after_ours_is_destroyed(outcome: Outcome) -> None:
-    assert lines(outcome, "second_group") == [str(TOTAL)] * SIZE, outcome
-
-
-def test_one_host_is_served_on_loopback_only(outcome: Outcome) -> None:
-    assert lines(outcome, "loopback") == ["('127.0.0.1', True, [])"] * SIZE, outcome
-
-
-def test_address_and_port_of_the_user_are_honoured(outcome: Outcome, ports: list[int]) -> None:
-    port = ports[2]
-    assert lines(outcome, "address_of_the_user") == [f"('127.0.0.1', {port}, '{port}')"] * SIZE, outcome
-
-
-def test_the_job_ends_with_status_0(outcome: Outcome) -> None:
+        outcome = run_ranks(SIZE, ["-c", PROGRAMS, str(gloo), str(mpicomm), str(user)])
     assert outcome.status == 0, outcome
+    total = SIZE * (SIZE + 1) // 2
+    expected = {
+        "own_port_gloo": total,
+        "own_port_mpicomm": total,
+        "children": SIZE,
+        "second_group": total,
+        "loopback": ("127.0.0.1", True, []),  # the other addresses of this host do not answer
+        "address_of_the_user": ("127.0.0.1", user, str(user)),
+    }
+    lines = [f"{name}: {words}" for name, words in expected.items() for _ in range(SIZE)]
+    assert sorted(outcome.stdout.splitlines()) == sorted(lines), outcome

@@ -27,6 +27,11 @@ SLOW = "tests.slow_run"
 GONE_SECONDS = 40.0
 
 
+@pytest.fixture(autouse=True)
+def _in_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def run_killed(folder: Path, name: str) -> Outcome:
     """Run a training that one signal ends."""
     folder.mkdir()
@@ -52,32 +57,20 @@ def has_checkpoint(folder: Path) -> bool:
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("name", KILLS)
-def test_no_process_is_left(ends: dict[str, tuple[Path, Outcome]], name: str) -> None:
-    _, outcome = ends[name]
+def test_a_run_is_signalled_or_killed(ends: dict[str, tuple[Path, Outcome]], name: str) -> None:
+    """`run_killed` fails if a process is left."""
+    folder, outcome = ends[name]
     assert outcome.status != 0, outcome
     assert "came through" not in outcome.stdout, outcome
-
-
-@pytest.mark.each_mpi
-@pytest.mark.parametrize("name", WARNINGS)
-def test_a_warned_run_saves_a_checkpoint(ends: dict[str, tuple[Path, Outcome]], name: str) -> None:
-    folder, outcome = ends[name]
-    assert outcome.status == 85, outcome
-    assert has_checkpoint(folder), outcome
-
-
-@pytest.mark.each_mpi
-def test_the_killed_rank_is_named(ends: dict[str, tuple[Path, Outcome]]) -> None:
-    outcome = ends["KILL of a rank"][1]
-    unknown = ways.is_killed_by_launcher(outcome) and "mpicomm run: ranks 0, 1 of 2 on " in outcome.stderr
-    assert unknown or "mpicomm run: rank 1 of 2 on " in outcome.stderr, outcome
-
-
-@pytest.mark.each_mpi
-def test_the_killed_launcher_is_named(ends: dict[str, tuple[Path, Outcome]]) -> None:
-    outcome = ends["KILL of the launcher"][1]
-    assert outcome.status == 128 + signal.SIGKILL, outcome
-    assert "was killed by SIGKILL" in outcome.stderr, outcome
+    if name in WARNINGS:
+        assert outcome.status == 85, outcome
+        assert has_checkpoint(folder), outcome
+    elif name == "KILL of a rank":
+        unknown = ways.is_killed_by_launcher(outcome) and "mpicomm run: ranks 0, 1 of 2 on " in outcome.stderr
+        assert unknown or "mpicomm run: rank 1 of 2 on " in outcome.stderr, outcome
+    elif name == "KILL of the launcher":
+        assert outcome.status == 128 + signal.SIGKILL, outcome
+        assert "was killed by SIGKILL" in outcome.stderr, outcome
 
 
 # -- a program that does not exit, and one without bootstrap() ---------------------------------------------------------
@@ -124,9 +117,8 @@ def running(program: str, *options: str) -> Iterator[Job]:
     ids=["grace period", "second Ctrl-C", "TERM without bootstrap", "INT without bootstrap"],
 )
 def test_a_signal_ends_a_program_that_does_not_exit(
-    program: str, options: list[str], signals: list[int], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: str, options: list[str], signals: list[int], text: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     with running(program, *options) as job:
         os.kill(job.pid, signals[0])
         for number in signals[1:]:
@@ -138,10 +130,8 @@ def test_a_signal_ends_a_program_that_does_not_exit(
     assert ("handled" in outcome.stdout) == (program is STUBBORN), outcome
 
 
-def test_a_closed_stderr_does_not_prevent_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_stderr_does_not_prevent_the_checkpoint() -> None:
     """Ctrl-C also ends the reader in `mpicomm run ... 2>&1 | tee log`."""
-    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    monkeypatch.chdir(tmp_path)
     line = f"""
         mkfifo errors; cat errors > /dev/null & reader=$!
         {shlex.join(RUN)} -n 2 -m {SLOW} . 2> errors & pid=$!
@@ -150,7 +140,7 @@ def test_a_closed_stderr_does_not_prevent_the_checkpoint(tmp_path: Path, monkeyp
     """
     outcome = run_command(["bash", "-c", line])
     assert outcome.status == 85, outcome
-    assert has_checkpoint(tmp_path), outcome
+    assert has_checkpoint(Path()), outcome
 
 
 PIDS = """
@@ -166,8 +156,7 @@ time.sleep(3600)
 
 
 @pytest.mark.each_mpi
-def test_ctrl_z_stops_the_ranks_until_they_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_ctrl_z_stops_the_ranks_until_they_are_continued() -> None:
     with running(PIDS) as job:
         pids = [job.pid, *(int(Path(f"pid{rank}").read_text()) for rank in range(2))]
         for number, is_stopped in ((signal.SIGTSTP, True), (signal.SIGCONT, False)):
@@ -194,10 +183,7 @@ sys.exit({status})
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_leftover_processes_of_a_failed_program_are_killed(
-    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_leftover_processes_of_a_failed_program_are_killed(status: int, tmp_path: Path) -> None:
     Path("leaving.py").write_text(LEAVING.format(status=status))
     with background_job([*RUN, "-n", "2", "leaving.py"]) as job:
         outcome = job.outcome(time_limits.scaled(JOB_SECONDS))
@@ -237,36 +223,15 @@ finally:
     assert "OSError: the error" in outcome.stderr, outcome
 
 
-# The second job of the program is connected to `mpicomm run`, too.
-AGAIN = """
-import os, signal
-import mpicomm
-mpicomm.bootstrap()
-assert "MPICOMM_PARENT" not in os.environ
-mpicomm.shutdown()
-world = mpicomm.bootstrap()
-mpicomm.barrier()
-if world.rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-mpicomm.barrier()
-"""
-
-
-def test_a_second_job_of_the_ranks_is_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("again.py").write_text(AGAIN)
-    outcome = run_command([*RUN, "-n", "2", "again.py"])
-    assert outcome.status != 0, outcome
-    named = "ranks 0, " if ways.is_killed_by_launcher(outcome) and "ranks 0, 1 of 2 on " in outcome.stderr else "rank "
-    assert f"mpicomm run: {named}1 of 2 on " in outcome.stderr, outcome
-
-
 # -- completion and restarts -------------------------------------------------------------------------------------------
 
-# Rank 1 is killed in the first attempt, and fails in the second one.
+# Rank 1 is killed in the first attempt, and fails in the second one; both in the second job of the program, which is
+# connected to `mpicomm run`, too.
 FAILING = """
 import os, signal
 import mpicomm
+mpicomm.bootstrap()
+mpicomm.shutdown()
 world = mpicomm.bootstrap()
 number = len([name for name in os.listdir() if name.startswith("attempt-")])
 mpicomm.barrier()
@@ -282,9 +247,8 @@ mpicomm.barrier()
 
 
 @pytest.mark.each_mpi
-def test_a_launcher_that_hides_the_death_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_hides_the_death_of_a_rank() -> None:
     """Open MPI's mpirun exits with status 0 if a host dies."""
-    monkeypatch.chdir(tmp_path)
     Path("failing.py").write_text(FAILING)
     hides = """
 import os, sys
@@ -303,8 +267,7 @@ sys.exit(launching.execute(hiding, "run").status)
 
 
 @pytest.mark.each_mpi
-def test_failed_ranks_are_restarted_and_their_logs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_failed_ranks_are_restarted_and_their_logs_are_kept() -> None:
     Path("failing.py").write_text(FAILING)
     outcome = run_command([*RUN, "-n", "2", "--max-restarts", "2", "--log-dir", "logs", "failing.py"])
     assert outcome.status == 0, outcome
@@ -323,8 +286,7 @@ def test_failed_ranks_are_restarted_and_their_logs_are_kept(tmp_path: Path, monk
     ],
     ids=["stopped with a checkpoint", "without bootstrap"],
 )
-def test_no_restart(code: str, status: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_no_restart(code: str, status: int, reason: str) -> None:
     Path("program.py").write_text(code)
     outcome = run_command([*RUN, "-n", "2", "--max-restarts", "2", "program.py"])
     assert outcome.status == status, outcome

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +111,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(folder, is_shifted, job_trace.read(folder), json.loads(path.read_text()), path)
 
 
-def slices(job: Job, rank: int, name: str) -> list[dict[str, Any]]:
-    found = [each for each in job.trace["traceEvents"] if each["ph"] == "X" and each["pid"] == rank]
-    return [each for each in found if each["name"] == name]
-
-
 # -- torchfrtrace ------------------------------------------------------------------------------------------------------
 
 
@@ -128,9 +122,7 @@ def test_the_analyser_names_the_rank_that_is_missing(job: Job, capfd: pytest.Cap
     assert verdict.output.count("missing ranks:") == 2
     assert "collective: gloo:all_reduce\nmissing ranks: {2}" in verdict.output
     assert "group info: 0 0->3 tag 9:messages\ncollective: gloo:recv 1<-0\nmissing ranks: {0}" in verdict.output
-
-
-def test_a_message_from_any_rank_has_its_sender(job: Job) -> None:
+    # a message from any rank has its sender
     content = pickle.loads((job.folder / "fr_trace_rank_0").read_bytes())
     assert [each["process_group"][0] for each in content["entries"] if each["input_sizes"] == [[8]]] == ["0 2->0"]
 
@@ -207,10 +199,12 @@ def test_the_slices_of_a_thread_are_nested(job: Job) -> None:
 
 
 def test_operations_have_sizes_and_lines(job: Job) -> None:
-    first = slices(job, 0, "all_reduce")[0]["args"]
-    assert (first["nbytes"], first["count"], first["dtype"], first["is_over"]) == (4096, 1024, "float32", True)
+    slices = [each for each in job.trace["traceEvents"] if each["ph"] == "X" and each["pid"] == 0]
+    of_all_reduce = [each["args"] for each in slices if each["name"] == "all_reduce"]
+    first = of_all_reduce[0]
+    assert (first["nbytes"], first["count"], first["dtype"]) == (4096, 1024, "float32")
     assert first["where"].startswith("program.py:")
-    assert [each["args"]["is_over"] for each in slices(job, 0, "all_reduce")] == [True] * 4 + [False]
+    assert [each["is_over"] for each in of_all_reduce] == [True] * 4 + [False]
 
 
 def test_the_summary_is_shown(job: Job, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -235,31 +229,22 @@ def test_other_directories_are_refused(content: str | None, tmp_path: Path, caps
 # -- Perfetto ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def perfetto(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def test_perfetto_reads_the_trace_and_draws_an_arrow_for_each_message(job: Job, tmp_path: Path) -> None:
     if needed := processor.missing():
         pytest.skip(needed)
-    with processor.opened(job.path, tmp_path_factory.mktemp("p")) as opened:
-        yield opened
-
-
-def test_perfetto_reads_the_trace_without_errors(perfetto: Any) -> None:
-    errors = "SELECT name, value FROM stats WHERE value > 0 AND severity IN ('error', 'data_loss')"
-    assert processor.rows(perfetto, errors) == []
-
-
-def test_perfetto_draws_an_arrow_for_each_message(perfetto: Any) -> None:
-    found = processor.rows(
-        perfetto,
-        "SELECT sender.name AS sent, receiver.name AS received, a.pid AS source, b.pid AS target, "
-        "EXTRACT_ARG(sender.arg_set_id, 'args.peer') AS peer, "
-        "EXTRACT_ARG(sender.arg_set_id, 'args.nbytes') AS nbytes FROM flow "
-        "JOIN slice sender ON slice_out = sender.id JOIN slice receiver ON slice_in = receiver.id "
-        "JOIN thread_track s ON sender.track_id = s.id JOIN thread t USING (utid) JOIN process a USING (upid) "
-        "JOIN thread_track r ON receiver.track_id = r.id JOIN thread u ON r.utid = u.utid "
-        "JOIN process b ON u.upid = b.upid",
-    )
-    around = [("send", rank, (rank + 1) % SIZE, (rank + 1) % SIZE, 4096) for rank in range(SIZE) for _ in range(2)]
-    shown = [(name, source, target, peer, size) for name, _, source, target, peer, size in found]
-    assert sorted(shown) == sorted([*around, ("send", 2, 0, 0, 32)])
-    assert {received for _, received, *_ in found} == {"transfer"}
+    with processor.opened(job.path, tmp_path) as perfetto:
+        errors = processor.rows(
+            perfetto, "SELECT name, value FROM stats WHERE value > 0 AND severity IN ('error', 'data_loss')"
+        )
+        arrows = processor.rows(
+            perfetto,
+            "SELECT sender.name AS sent, receiver.name AS received, a.pid AS source, b.pid AS target, "
+            "EXTRACT_ARG(sender.arg_set_id, 'args.nbytes') AS nbytes FROM flow "
+            "JOIN slice sender ON slice_out = sender.id JOIN slice receiver ON slice_in = receiver.id "
+            "JOIN thread_track s ON sender.track_id = s.id JOIN thread t USING (utid) JOIN process a USING (upid) "
+            "JOIN thread_track r ON receiver.track_id = r.id JOIN thread u ON r.utid = u.utid "
+            "JOIN process b ON u.upid = b.upid",
+        )
+    assert errors == []
+    around = [("send", "transfer", rank, (rank + 1) % SIZE, 4096) for rank in range(SIZE) for _ in range(2)]
+    assert sorted(map(tuple, arrows)) == sorted([*around, ("send", "transfer", 2, 0, 32)])

@@ -27,8 +27,8 @@ from tests.launching import Job, Outcome, background_job, on_ranks, python
 from tests.time_limits import EVENT_SECONDS, scaled
 
 SIZE, ELEMENTS = 4, 1 << 14
-# The ranks exchange tensors until the last one finds the file `late`. Then it computes, while the others wait for it,
-# until it finds the file `stop`.
+# The ranks exchange tensors until the last one finds the file `late`, or one has failed. Then the last one computes,
+# while the others wait for it, until it finds the file `stop`.
 PROGRAM = f"""
 import os, sys, time
 from pathlib import Path
@@ -36,7 +36,7 @@ import torch, torch.distributed as dist
 import mpicomm
 
 folder = Path(sys.argv[1])
-world = mpicomm.bootstrap()
+world = mpicomm.bootstrap(on_failure=sys.argv[2])
 (folder / f"pid-{{world.rank}}").write_text(str(os.getpid()))
 
 def compute():
@@ -46,44 +46,24 @@ def compute():
 def exchange(values):
     dist.all_reduce(values)
 
-values, ended = torch.zeros({ELEMENTS}), False
-while not ended:
-    is_late = torch.tensor(int(world.rank == world.size - 1 and (folder / "late").exists()))
-    dist.all_reduce(is_late)
-    exchange(values)
-    ended = bool(is_late)
-if world.rank == world.size - 1:
-    compute()
-exchange(values)
-print("sum", float(values.sum()))
-"""
-# The ranks exchange tensors until one fails. Then the others wait for the last one, until the file `stop` exists.
-RECOVERING = f"""
-import os, sys, time
-from pathlib import Path
-import torch, torch.distributed as dist
-import mpicomm
-
-folder = Path(sys.argv[1])
-world = mpicomm.bootstrap(on_failure="recover")
-(folder / f"pid-{{world.rank}}").write_text(str(os.getpid()))
-
 def run():
-    values = torch.zeros({ELEMENTS})
-    while not world.recoveries:
-        dist.all_reduce(values)
-    while world.rank == world.size - 1 and not (folder / "stop").exists():
-        time.sleep(0.01)
-    dist.all_reduce(values)
-    return values
+    values, ended = torch.zeros({ELEMENTS}), False
+    is_last = world.rank == world.size - 1
+    while not ended:
+        is_late = torch.tensor(int(is_last and ((folder / "late").exists() or world.recoveries > 0)))
+        dist.all_reduce(is_late)
+        exchange(values)
+        ended = bool(is_late)
+    if is_last:
+        compute()
+    exchange(values)
+    print("sum", float(values.sum()))
 
-while True:
-    try:
-        values = run()
-        break
-    except mpicomm.RankFailedError:
-        world = mpicomm.recover()
-print("sum", float(values.sum()))
+try:
+    run()
+except mpicomm.RankFailedError:
+    world = mpicomm.recover()
+    run()
 """
 LINES = PROGRAM.splitlines()
 EXCHANGE = f"program.py:{LINES.index('    dist.all_reduce(values)') + 1} (exchange)"
@@ -98,9 +78,9 @@ class RunningJob:
         self._job = job
 
     def listed(self) -> ListedJob:
-        return self.wait(lambda: next(iter(self._found()), None))
+        return self.wait(lambda: next(iter(self.found()), None))
 
-    def _found(self) -> list[ListedJob]:
+    def found(self) -> list[ListedJob]:
         return [each for each in job_files.listed() if str(self.folder) in each.job.program]
 
     def wait(self, condition: Callable[[], Any]) -> Any:
@@ -117,17 +97,12 @@ class RunningJob:
         self.make("stop")
         return self._job.finish()
 
-    def has_ended_well(self) -> None:
-        outcome = self.end()
-        assert (outcome.status, outcome.stdout, outcome.stderr) == (0, "sum 0.0\n" * SIZE, ""), outcome
-        assert self._found() == []
-
 
 @contextlib.contextmanager
-def running(folder: Path, launcher: list[str], code: str = PROGRAM) -> Iterator[RunningJob]:
+def running(folder: Path, launcher: list[str], on_failure: str = "abort") -> Iterator[RunningJob]:
     program = folder / "program.py"
-    program.write_text(code)
-    with background_job([*launcher, str(program), str(folder)]) as job:
+    program.write_text(PROGRAM)
+    with background_job([*launcher, str(program), str(folder), on_failure]) as job:
         yield RunningJob(folder, job)
 
 
@@ -169,7 +144,9 @@ def test_a_job_under_mpirun_shows_what_each_rank_does(tmp_path: Path, capsys: py
         # 4. the display on a terminal
         assert "mpicomm" not in show_on_a_terminal(job, keys=b"xq", expected=b"(exchange)")
         show_on_a_terminal(job, keys=b"\x03", expected=b"(exchange)")
-        job.has_ended_well()
+        outcome = job.end()
+        assert (outcome.status, outcome.stdout, outcome.stderr) == (0, "sum 0.0\n" * SIZE, ""), outcome
+        assert job.found() == []
 
 
 def show_on_a_terminal(job: RunningJob, keys: bytes, expected: bytes) -> str:
@@ -208,7 +185,7 @@ def show_on_a_terminal(job: RunningJob, keys: bytes, expected: bytes) -> str:
 
 def states_if_it_answers(job: RunningJob, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the states of the ranks; none while the job recovers."""
-    status = main.main(["top", *(each.job.name for each in job._found()), "--json"])
+    status = main.main(["top", *(each.job.name for each in job.found()), "--json"])
     printed = capsys.readouterr().out
     return [rank["state"] for rank in json.loads(printed).get("ranks", ())] if status == 0 else []
 
@@ -219,7 +196,7 @@ def test_a_job_that_recovers_keeps_its_name(launcher: str, tmp_path: Path, capsy
     """Rank 0, to which `mpicomm top` connects under mpirun, is killed."""
     ours = [sys.executable, "-m", "mpicomm", "run", "--fault-tolerant"]
     run = ours if launcher == "mpicomm run" else ["mpirun", "--with-ft", "ulfm"]
-    with running(tmp_path, [*run, "-n", "3", *python([])], RECOVERING) as job:
+    with running(tmp_path, [*run, "-n", "3", *python([])], "recover") as job:
         name = job.listed().job.name
         job.wait(lambda: all(rank["bytes_per_second"] > 4 * ELEMENTS for rank in top(job, capsys)))
         ranks = {int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)}
@@ -227,6 +204,5 @@ def test_a_job_that_recovers_keeps_its_name(launcher: str, tmp_path: Path, capsy
         job.signal(signal.SIGKILL, 0)
         job.wait(lambda: states_if_it_answers(job, capsys) == ["in_operation", "computing"])
         assert job.listed().job.name == name
-        job.make("stop")
         outcome = job.end()
         assert outcome.stdout == "sum 0.0\n" * 2, outcome

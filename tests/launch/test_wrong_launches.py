@@ -37,6 +37,15 @@ def test_the_launcher_of_another_mpi(other: str) -> None:
     assert "Warning" not in outcome.stderr, f"mpi4py warns of a launcher of another MPI too\n{outcome}"
 
 
+@pytest.mark.each_mpi
+@other_mpis.each_launcher
+def test_the_launcher_of_another_mpi_with_the_same_protocol(other: str) -> None:
+    code = "import mpicomm, sys; w = mpicomm.bootstrap(); sys.stdout.write(f'{w.rank} of {w.size}\\n')"
+    outcome = run_ranks(2, code, mpiexec=other_mpis.launcher(other, can_start=True))
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.split("\n")[:-1]) == ["0 of 2", "1 of 2"], outcome
+
+
 def test_a_torchrun_on_each_rank_of_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(BOOTSTRAP)

@@ -19,7 +19,7 @@ MUTANTS = [
         old="False",
         new="is_running",
         fault="An all_reduce on the fast path is recorded as a message and does not count in the group's sequence.",
-        tests="tests/launch/test_deadlines.py -k barrier",
+        tests="tests/launch/test_deadlines.py -k own",
     ),
     Mutant(
         "Executor.submit_plain",

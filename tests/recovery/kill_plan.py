@@ -107,12 +107,8 @@ class Plan:
         self._directory = directory
         self._visits: dict[tuple[int, str], int] = {}
 
-    def visit(self, point: str, *, of_old_world: bool = False) -> None:
-        """Kill this process if the plan has a kill of it here.
-
-        Args:
-            of_old_world: The world has ended, and the kill belongs to the recovery from its failure.
-        """
+    def visit(self, point: str) -> None:
+        """Kill this process if the plan has a kill of it here."""
         world = mpicomm.current_world()
         place = (world.recoveries, point)
         self._visits[place] = self._visits.get(place, 0) + 1

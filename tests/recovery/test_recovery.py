@@ -8,14 +8,35 @@ import pytest
 
 from mpicomm import mpi
 from mpicomm.job.recovery import assign
-from tests.launching import run_command, run_ranks
+from tests.launching import Outcome, run_command, run_ranks
 
 RUN = [sys.executable, "-m", "mpicomm", "run"]
 
-TOO_FEW = """
-import os, signal
+# Every program begins with this.
+START = """
+import os, pickle, signal, sys, threading, time
+import torch.distributed as dist
 import mpicomm
+from mpicomm import agreement
+from mpicomm.job import recovery, session, session_setup
+from mpicomm.watchdog import rank_failures
 
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def recovered(world):
+    try:
+        mpicomm.barrier()
+    except mpicomm.RankFailedError:
+        world = mpicomm.recover()
+    return world
+
+def continues(world):
+    print(f"rank {world.rank} of {world.size} continues", flush=True)
+
+"""
+
+TOO_FEW = """
 world = mpicomm.bootstrap(on_failure="recover", min_ranks=3)
 if world.rank == 2:
     os._exit(0)  # the others cannot know that it means success
@@ -28,27 +49,20 @@ print("continued")
 """
 
 AT_THE_END = """
-import os, signal, threading
-import mpicomm
-
 world = mpicomm.bootstrap(on_failure="recover")
 mpicomm.barrier()
 if world.rank == 0:  # the others wait for it at the end of their programs
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    threading.Timer(1.0, die).start()
     threading.Event().wait()
 print(f"rank {world.rank} has finished")
 """
 
 AT_THE_START = """
-import os, signal
-import mpicomm
-from mpicomm import agreement
-
 failures = agreement.failures
 
 def die_on_rank_1(*arguments):
     if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     return failures(*arguments)
 
 agreement.failures = die_on_rank_1  # which the start of the watchdogs calls
@@ -57,19 +71,34 @@ mpicomm.barrier()
 print(f"rank {world.rank} of {world.size} has started, {world.recoveries} recovery")
 """
 
-INTERRUPTED = """
-import os, signal
-import torch.distributed as dist
-import mpicomm
-from mpicomm.job import session_setup
+# Rank 2 dies at the end of a call of the trainer, which rank 0 notices and rank 1, whose call is complete, does not.
+AT_THE_END_OF_A_CALL = """
+import torch
 
+def call():
+    dist.barrier()
+    if session.recoveries() == 0:
+        if dist.get_rank() == 2:
+            die()
+        if dist.get_rank() == 0:
+            dist.barrier()
+    return session.recoveries()
+
+mpicomm.bootstrap(on_failure="recover")
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = mpicomm.Trainer(model, optimizer, torch.nn.MSELoss(), on_failure="recover")
+print(f"the call returned in world {trainer._run_call(call)}", flush=True)
+"""
+
+INTERRUPTED = """
 make_group = session_setup._make_group
 
 def interrupted(opened):
     # in the first attempt to recover rank 2 dies, and of the others only rank 1 begins to create the default group
     session_setup._make_group = make_group
     if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if rank == 0:
         opened.failures.has_any.wait()
         raise opened.failures.error()
@@ -79,27 +108,20 @@ world = mpicomm.bootstrap(on_failure="recover")
 rank = world.rank
 session_setup._make_group = interrupted
 if rank == 3:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    mpicomm.barrier()
-except mpicomm.RankFailedError:
-    world = mpicomm.recover()
+    die()
+world = recovered(world)
 dist.barrier(dist.new_group([0, 1]))
-print(f"rank {world.rank} of {world.size} continues in a new group")
+continues(world)
 """
 
 INCOMPLETE = """
-import os, pickle, signal
-import mpicomm
-from mpicomm.job import recovery
-
 order = recovery._order
 
 def incomplete(*args, **options):
     # in the first attempt rank 1 gets an incomplete result, because rank 2 dies, or for another reason
     recovery._order = order
     if rank == 2 and DIES:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if rank == 1:
         raise pickle.UnpicklingError("invalid load key")
     return order(*args, **options)
@@ -108,19 +130,14 @@ world = mpicomm.bootstrap(on_failure="recover")
 rank = world.rank
 recovery._order = incomplete
 if rank == 3:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    mpicomm.barrier()
-except mpicomm.RankFailedError:
-    world = mpicomm.recover()
+    die()
+world = recovered(world)
 mpicomm.barrier()
-print(f"rank {world.rank} of {world.size} continues")
+continues(world)
 """
 
 BEFORE_FIT = """
-import os, signal
 import torch
-import mpicomm
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -134,7 +151,7 @@ trainer = mpicomm.Trainer(
     replicate_shards=COPIES, batch_size=2, progress="none",
 )
 if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()
 trainer.evaluate(TensorDataset(data, data[:, :1]))
 trainer.fit(TensorDataset(data, data[:, :1]), 1)
 after = trainer.wrapped.inner.weight.full_tensor().tolist()
@@ -142,14 +159,11 @@ print(f"rank {trainer.world.rank} of {trainer.world.size} has its parameters: {a
 """
 
 SERVING = """
-import os, signal, time
-import mpicomm
 from mpicomm.integrations import serving
-from mpicomm.watchdog import rank_failures
 
 world = mpicomm.bootstrap(on_failure="recover")
 if world.rank == KILLED:
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()
 try:
     with serving.until_rank_0_leaves(world):
         if world.rank == 0:  # its cluster may need no operation of mpicomm
@@ -160,16 +174,12 @@ try:
 except mpicomm.RankFailedError as error:
     assert error.ranks == (KILLED,), error
     world = mpicomm.recover()
-print(f"rank {world.rank} of {world.size} continues")
+continues(world)
 """
 
 CANNOT_FORM = """
-import os, signal, sys
-import mpicomm
-from mpicomm.job import session_setup
-
 make_group = session_setup._make_group
-left = int(sys.argv[1])
+left = TIMES
 
 def failing(opened):
     global left
@@ -183,52 +193,33 @@ world = mpicomm.bootstrap(on_failure="recover")
 rank = world.rank
 session_setup._make_group = failing
 if rank == 2:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    mpicomm.barrier()
-except mpicomm.RankFailedError:
-    world = mpicomm.recover()
-    mpicomm.barrier()
-print(f"rank {world.rank} of {world.size} continues")
+    die()
+world = recovered(world)
+mpicomm.barrier()
+continues(world)
 """
 
 BARRIER_PENDING = """
-import os, signal, time
-import torch.distributed as dist
-import mpicomm
-from mpicomm.watchdog import rank_failures
-
 world = mpicomm.bootstrap(on_failure="recover")
 first = dist.group.WORLD
 if world.rank == 2:
     time.sleep(3)
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()
 try:
     mpicomm.barrier(timeout=1)
 except (TimeoutError, mpicomm.MpicommError):  # the second one on a rank that learns first that the other one timed out
     rank_failures.current().has_any.wait()
-world = mpicomm.recover()
-print(f"rank {world.rank} of {world.size} continues")
+continues(mpicomm.recover())
 """
 
 ONE_STOPS = """
-import os, signal
-import mpicomm
-
 world = mpicomm.bootstrap(on_failure="recover", timeout=10)
 if world.rank:
     os.kill(os.getpid(), signal.SIGKILL if world.rank == 1 else signal.SIGSTOP)
-try:
-    mpicomm.barrier()
-except mpicomm.RankFailedError:
-    mpicomm.recover()
-print("continued")
+continues(recovered(world))
 """
 
 DIFFERENT = """
-import os
-import mpicomm
-
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 
 def start(on_failure, min_ranks, spares):
@@ -243,6 +234,19 @@ start("recover", 1 + rank // 2, "0")
 start("recover", 1, str(rank % 2))
 start("recover", 3, "1")
 """
+CONTINUE = [f"rank {rank} of 2 continues" for rank in range(2)]
+
+
+def run(size: int, program: str, *, spares: int = 0) -> Outcome:
+    """Run a program on ranks that can recover."""
+    options = ["--spares", str(spares)] if spares else ["--fault-tolerant"]
+    return run_command([*RUN, "-n", str(size), *options, sys.executable, "-c", START + program])
+
+
+def check(outcome: Outcome, lines: list[str]) -> None:
+    """Check that a job ended with status 0 and that its ranks printed these lines."""
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.splitlines()) == sorted(lines), outcome
 
 
 def test_ranks_die_and_the_others_continue() -> None:
@@ -254,32 +258,25 @@ def test_ranks_die_and_the_others_continue() -> None:
 
 
 def test_a_rank_that_has_passed_the_end_of_a_call_recovers_with_the_others() -> None:
-    outcome = run_command([*RUN, "-n", "4", "--spares", "1", "-m", "tests.recovery.end_of_call"])
-    assert outcome.status == 0, outcome
-    assert outcome.stdout.count("the call returned in world 1") == 3, outcome
+    check(run(4, AT_THE_END_OF_A_CALL, spares=1), ["the call returned in world 1"] * 3)
 
 
 def test_the_job_ends_if_too_few_ranks_are_left() -> None:
-    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", TOO_FEW])
+    outcome = run(3, TOO_FEW)
     assert outcome.status == 1, outcome
     assert "it called os._exit(0); 2 ranks are left, fewer than min_ranks=3; aborting the job" in outcome.stderr
     assert "continued" not in outcome.stdout
 
 
 def test_an_incomplete_result_after_a_failure_starts_the_search_for_the_remaining_ranks_again() -> None:
-    outcome = run_command([*RUN, "-n", "4", "--fault-tolerant", sys.executable, "-c", "DIES = True" + INCOMPLETE])
-    assert outcome.status == 0, outcome
-    assert sorted(outcome.stdout.splitlines()) == [f"rank {rank} of 2 continues" for rank in range(2)], outcome
+    check(run(4, "DIES = True" + INCOMPLETE), CONTINUE)
 
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_sharded_model_whose_rank_fails_before_the_first_step(copies: bool) -> None:
-    program = f"COPIES = {copies}{BEFORE_FIT}"
-    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", program])
+    outcome = run(3, f"COPIES = {copies}{BEFORE_FIT}")
     if copies:
-        assert outcome.status == 0, outcome
-        lines = [f"rank {rank} of 2 has its parameters: True" for rank in range(2)]
-        assert sorted(outcome.stdout.splitlines()) == lines, outcome
+        check(outcome, [f"rank {rank} of 2 has its parameters: True" for rank in range(2)])
     else:
         assert outcome.status not in (0, None), outcome
         assert "Start the job again. Trainer continues from the newest checkpoint" in outcome.stderr, outcome
@@ -287,60 +284,49 @@ def test_a_sharded_model_whose_rank_fails_before_the_first_step(copies: bool) ->
 
 @pytest.mark.parametrize("killed", [0, 2])
 def test_ranks_that_serve_rank_0_recover_with_the_others(killed: int) -> None:
-    program = f"KILLED = {killed}{SERVING}"
-    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", program])
-    assert outcome.status == 0, outcome
-    assert sorted(outcome.stdout.splitlines()) == [f"rank {rank} of 2 continues" for rank in range(2)], outcome
+    check(run(3, f"KILLED = {killed}{SERVING}"), CONTINUE)
 
 
 def test_an_error_that_no_failure_explains_ends_the_job() -> None:
-    outcome = run_command([*RUN, "-n", "4", "--fault-tolerant", sys.executable, "-c", "DIES = False" + INCOMPLETE])
+    outcome = run(4, "DIES = False" + INCOMPLETE)
     assert outcome.status not in (0, None), outcome
     assert outcome.stderr.count("UnpicklingError: invalid load key") == 1, outcome
 
 
 def test_groups_have_equal_names_after_a_recovery_was_interrupted() -> None:
-    outcome = run_command([*RUN, "-n", "4", "--fault-tolerant", sys.executable, "-c", INTERRUPTED])
-    assert outcome.status == 0, outcome
-    continues = [f"rank {rank} of 2 continues in a new group" for rank in range(2)]
-    assert sorted(outcome.stdout.splitlines()) == continues, outcome
+    check(run(4, INTERRUPTED), CONTINUE)
 
 
 def test_a_rank_with_an_interrupted_barrier_of_the_last_world_reaches_its_end() -> None:
-    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", BARRIER_PENDING])
-    assert outcome.status == 0, outcome
-    assert sorted(outcome.stdout.splitlines()) == [f"rank {rank} of 2 continues" for rank in range(2)], outcome
+    check(run(3, BARRIER_PENDING), CONTINUE)
 
 
 def test_an_attempt_to_form_the_new_world_that_fails_is_repeated() -> None:
-    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", CANNOT_FORM, "1"])
-    assert outcome.status == 0, outcome
-    lines = ["an attempt fails", "rank 0 of 2 continues", "rank 1 of 2 continues"]
-    assert sorted(outcome.stdout.splitlines()) == lines, outcome
+    check(run(3, "TIMES = 1" + CANNOT_FORM), ["an attempt fails", *CONTINUE])
 
 
 def test_the_job_ends_if_the_new_world_cannot_be_formed() -> None:
-    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", CANNOT_FORM, "9"])
+    outcome = run(3, "TIMES = 9" + CANNOT_FORM)
     assert outcome.status == 1, outcome
     assert outcome.stdout.splitlines() == ["an attempt fails"] * 2, outcome
     assert "recover: the new world cannot be formed: rank 1: no port is free" in outcome.stderr, outcome
 
 
 def test_the_job_ends_if_a_stopped_rank_does_not_recover() -> None:
-    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", ONE_STOPS])
+    outcome = run(3, ONE_STOPS)
     assert outcome.status == 1, outcome
     assert "recover() timed out after 10 s" in outcome.stderr
-    assert "continued" not in outcome.stdout
+    assert "continues" not in outcome.stdout
 
 
 def test_a_rank_that_dies_at_the_end_does_not_fail_the_job() -> None:
-    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", AT_THE_END])
+    outcome = run(3, AT_THE_END)
     assert outcome.status == 0, outcome
     assert sorted(outcome.stdout.split("\n"))[-2:] == ["rank 1 has finished", "rank 2 has finished"]
 
 
 def test_a_rank_that_dies_during_the_start_is_replaced_and_the_other_spare_waits() -> None:
-    outcome = run_command([*RUN, "-n", "4", "--spares", "2", sys.executable, "-c", AT_THE_START])
+    outcome = run(4, AT_THE_START, spares=2)
     assert outcome.status == 0, outcome
     started = [f"rank {rank} of 2 has started, 1 recovery" for rank in range(2)]
     assert sorted(outcome.stdout.split("\n"))[-2:] == started, outcome
@@ -348,7 +334,7 @@ def test_a_rank_that_dies_during_the_start_is_replaced_and_the_other_spare_waits
 
 
 def test_every_rank_raises_the_error_of_settings_with_which_the_job_cannot_recover() -> None:
-    outcome = run_command([*RUN, "-n", "3", "--fault-tolerant", sys.executable, "-c", DIFFERENT])
+    outcome = run(3, DIFFERENT)
     errors = [
         "MpicommError: rank 2: on_failure must be the same on every rank, got 'abort', but 'recover' on rank 0.",
         "MpicommError: rank 2: min_ranks must be the same on every rank, got 2, but 1 on rank 0.",
