@@ -275,7 +275,7 @@ while self._comms:
         old="number < self._number",
         new="not number",
         fault="A rank that was late at one monitored barrier counts as present at the next.",
-        tests="tests/mpi/test_monitored_barrier.py",
+        tests="tests/mpi/test_more_methods.py -k monitored_barrier_names",
         ranks=4,
     ),
     Mutant(
