@@ -157,15 +157,17 @@ def test_gather_into_one_tensor(group: Group, dtype: torch.dtype, is_async: bool
 @WHEN
 @on_groups(*MAIN_KINDS)
 @pytest.mark.usefixtures("counts")
-def test_uneven_gather_and_scatter(group: Group, is_async: bool) -> None:
-    """Rank r has r elements; rank 0 has none."""
+@pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
+def test_gather_and_scatter(group: Group, is_async: bool, is_even: bool) -> None:
+    """Uneven: rank r has r elements; rank 0 has none."""
+    lengths = [5 if is_even else rank for rank in range(group.size)]
     for root in range(group.size):
-        gathered = [torch.empty(rank) for rank in range(group.size)] if group.rank == root else None
-        source = of_rank(group.rank, group.rank)
+        gathered = [torch.empty(length) for length in lengths] if group.rank == root else None
+        source = of_rank(group.rank, lengths[group.rank])
         finish(dist.gather(source, gathered, group_dst=root, group=group.handle, async_op=is_async))
         for rank, each in enumerate(gathered or []):
-            assert torch.equal(each, of_rank(rank, rank))
-        mine = torch.empty(group.rank)
+            assert torch.equal(each, of_rank(rank, lengths[rank]))
+        mine = torch.empty(lengths[group.rank])
         finish(dist.scatter(mine, gathered, group_src=root, group=group.handle, async_op=is_async))
         assert torch.equal(mine, source)
 

@@ -11,7 +11,7 @@ MUTANTS = [
         old="tensor.is_contiguous()",
         new="True",
         fault="The fast path reduces the memory of a strided tensor as if its elements were contiguous.",
-        tests="tests/mpi/test_collectives.py -k test_all_reduce_of_every_layout",
+        tests="tests/mpi/test_collectives.py -k test_all_reduce_and_broadcast_of_every_layout",
         ranks=4,
     ),
     Mutant(
@@ -495,7 +495,7 @@ dense = raw.to(tensor.dtype)
 _divide(dense, self.divisor)
 """,
         fault="AVG of narrow floats rounds the sum before the division: it rounds twice, and float16 overflows.",
-        tests="tests/mpi/test_narrow_floats.py -k test_an_average_whose_sum_is_beyond_the_range",
+        tests="tests/mpi/test_narrow_floats.py -k beyond_the_range",
         ranks=4,
     ),
     Mutant(
