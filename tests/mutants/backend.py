@@ -560,7 +560,7 @@ _divide(dense, self.divisor)
         old="timeout.total_seconds()",
         new="timeout.seconds",
         fault="set_timeout() drops the days and the fractions of a second of its timeout.",
-        tests="tests/mpi/test_deadlines.py -k test_a_receive_raises_when_it_is_awaited",
+        tests="tests/mpi/test_composite.py -k timeout_of_a_group_over_mpi",
         ranks=4,
     ),
     Mutant(
