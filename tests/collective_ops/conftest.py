@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import mpicomm
 from mpicomm.collective_ops.group_argument import resolve
@@ -19,21 +21,35 @@ def started_world(world: mpicomm.World, comms: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="session")
 def comms(world: mpicomm.World) -> dict[str, Any]:
-    """Return mpi4py communicators: the even and the odd ranks."""
-    made = {"comm": world.comm.Split(world.rank % 2, world.rank)}
+    """Return an mpi4py communicator of the even and the odd ranks, and a group over Gloo."""
+    made = {"comm": world.comm.Split(world.rank % 2, world.rank), "gloo": dist.new_group(backend="gloo")}
     for group in ("node", *["leaders"] * (world.local_rank == 0), made["comm"]):
         resolve(group, "test")
     return made
 
 
-@pytest.fixture(params=AMONG)
-def among(request: pytest.FixtureRequest, groups: dict[str, Group]) -> tuple[Any, int, int]:
-    """Return a value of `group=` (None for all ranks, or a torch group), this rank in the group, and its size."""
-    group = None if request.param == "all" else groups[request.param].handle
-    members = resolve(group, "test")
-    return group, members.rank, members.size
+@dataclasses.dataclass(frozen=True)
+class Among:
+    """The group of a test, this rank in it, and its size; `call` runs an operation in it."""
+
+    group: Any
+    rank: int
+    size: int
+    is_async: bool
+
+    def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Return the result of an operation."""
+        result = getattr(mpicomm, name)(*arguments, **options, group=self.group, async_op=self.is_async)
+        return result.wait() if self.is_async else result
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def is_async(request: pytest.FixtureRequest) -> bool:
     return request.param
+
+
+@pytest.fixture(params=AMONG)
+def among(request: pytest.FixtureRequest, groups: dict[str, Group], comms: dict[str, Any], is_async: bool) -> Among:
+    handles = {"all": None, "gloo": comms["gloo"], **{name: group.handle for name, group in groups.items()}}
+    members = resolve(handles[request.param], "test")
+    return Among(handles[request.param], members.rank, members.size, is_async)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-AMONG = ["all", "parity", "staged"]
-"""The groups of the tests: all ranks; the even or the odd ranks; all ranks, with tensors staged like GPU tensors."""
+AMONG = ["all", "parity", "staged", "gloo"]
+"""The groups of the tests: all ranks; the even or the odd ranks; all ranks, staged as on GPUs or over Gloo."""
 
 
 class Pair(NamedTuple):

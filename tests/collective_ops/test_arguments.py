@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,152 +26,85 @@ class Unknown:
     """A value of a type that no argument accepts."""
 
 
-GROUPS = [7, "nodes", "", True, [0, 1], Unknown()]
 RANKS = ["0", 1.0, True, -1, 99, [0], Unknown()]
-TAGS = ["0", 1.0, True, None, -1, 2**40]
 FLAGS = ["yes", 1, 0.0, None, Unknown()]
-SHARDS = [each for each in FLAGS if each is not None]
-OPS = ["median", "", 3, None, True, ["sum"], Unknown()]
 TIMEOUTS = ["5", -1, float("nan"), True, [5], Unknown()]
-DATA = ["text", {1, 2}, Unknown(), torch.eye(2).to_sparse()]
 POSITIVE = ["1", 1.5, True, 0, -1, Unknown()]
+SECONDS = ["1", True, -1.0, float("nan"), Unknown()]
 WORDS = ["word", "", 3, True, ["ddp"], Unknown()]
 PATHS = [3, 1.5, True, b"runs", ["runs"], Unknown()]
-ANY: list[Any] = []  # every value is valid, or is refused on all ranks: test_errors.py
+DATASETS = [5, nn.Linear(1, 1), Unknown()]
 
-COMMON = {"group": GROUPS, "async_op": FLAGS}
-MESSAGE = {**COMMON, "tag": TAGS}
-Wrong = dict[str, Sequence[Any]]
-
-OPERATIONS: dict[str, tuple[dict[str, Any], Wrong]] = {
-    "barrier": ({}, {**COMMON, "timeout": [*TIMEOUTS, 0]}),
-    "all_reduce": ({"data": 1}, {**COMMON, "data": ANY, "op": OPS, "inplace": FLAGS}),
-    "reduce": ({"data": 1}, {**COMMON, "data": ANY, "op": OPS, "dst": [*RANKS, None]}),
-    "reduce_scatter": ({"data": torch.ones(4)}, {**COMMON, "data": ANY, "op": OPS}),
-    "broadcast": ({"data": 1}, {**COMMON, "data": ANY, "src": [*RANKS, None], "out": ANY}),
-    "gather": ({"data": 1}, {**COMMON, "data": ANY, "dst": [*RANKS, None]}),
-    "all_gather": ({"data": 1}, {**COMMON, "data": ANY}),
-    "all_to_all": ({"items": None}, {**COMMON, "items": ANY}),
-    "broadcast_object": ({"thing": 1}, {**COMMON, "thing": ANY, "src": [*RANKS, None]}),
-    "gather_object": ({"thing": 1}, {**COMMON, "thing": ANY, "dst": [*RANKS, None]}),
-    "all_gather_object": ({"thing": 1}, {**COMMON, "thing": ANY}),
-    "all_to_all_object": ({"items": None}, {**COMMON, "items": ANY}),
-    "send": ({"data": 1, "dst": 0}, {**MESSAGE, "data": DATA, "dst": [*RANKS, None]}),
-    "isend": ({"data": 1, "dst": 0}, {"group": GROUPS, "tag": TAGS, "data": DATA, "dst": [*RANKS, None]}),
-    "recv": ({"src": 0}, {**MESSAGE, "src": RANKS, "out": ["text", 1, Unknown()]}),
-    "irecv": ({"src": 0}, {"group": GROUPS, "tag": TAGS, "src": RANKS, "out": ["text", 1, Unknown()]}),
-    "sendrecv": ({"data": 1, "dst": 0, "src": 0}, {**MESSAGE, "data": DATA, "dst": [*RANKS, None], "src": RANKS}),
-    "scatter": ({"items": None}, {**COMMON, "items": ANY, "src": [*RANKS, None]}),
-    "send_object": ({"thing": 1, "dst": 0}, {**MESSAGE, "thing": [lambda: 1], "dst": [*RANKS, None]}),
-    "recv_object": ({"src": 0}, {**MESSAGE, "src": RANKS}),
-    "scatter_object": ({"items": None}, {**COMMON, "items": ANY, "src": [*RANKS, None]}),
+# Wrong values, and the arguments for which they are wrong: of all functions, or of one.
+WRONG: dict[str, Sequence[Any]] = {
+    argument: values
+    for values, arguments in (
+        ([7, "nodes", "", True, [0, 1], Unknown()], "group"),
+        ([*RANKS, None], "src dst"),
+        (RANKS, "recv.src irecv.src recv_object.src sendrecv.src"),
+        (["0", 1.0, True, None, -1, 2**40], "tag"),
+        (FLAGS, "async_op inplace all_ranks has_targets abort_on_error sync_batchnorm find_unused_parameters"),
+        (FLAGS, "compile_model deterministic rank_logs replicate_shards"),
+        ([flag for flag in FLAGS if flag is not None], "shard eval_shard"),
+        (["median", "", 3, None, True, ["sum"], Unknown()], "op"),
+        (TIMEOUTS, "timeout"),
+        ([*TIMEOUTS, 0], "barrier.timeout"),
+        ([*TIMEOUTS, 1e-3], "bootstrap.timeout"),
+        (["text", {1, 2}, Unknown(), torch.eye(2).to_sparse()], "send.data isend.data sendrecv.data"),
+        ([lambda: 1], "send_object.thing"),
+        (["text", 1, Unknown()], "recv.out irecv.out"),
+        # Every value is valid, or is refused on all ranks (test_errors.py), or has no keyword.
+        ([], "data items out thing loaders values"),
+        ([5, None, "ab", [5], [None], Unknown()], "handles"),
+        (PATHS, "directory weights checkpoint_dir"),
+        ([*PATHS, None], "path"),
+        (WORDS, "backend schedule monitor grad_compression"),
+        ([*WORDS, None], "precision on_failure on_nonfinite progress"),
+        ([*WORDS[:-2], None, Unknown()], "strategy"),
+        (POSITIVE, "min_ranks save_every check_every replicate_every max_steps eval_every limit_batches"),
+        ([*POSITIVE, None], "batch_size epochs grad_accum_steps keep_checkpoints log_every"),
+        ([*SECONDS, 0], "max_grad_norm max_time"),
+        (SECONDS, "stop_margin"),
+        (["0", 1.5, True, None], "seed"),
+        (["0", 1.5, True, -1, None], "num_workers"),
+        ([5, True, None, Unknown()], "why event"),
+        ([3, None, True, Unknown()], "target_key"),
+        ([5, "world", Unknown()], "comm"),
+        ([1.5, True, [0], Unknown()], "device"),
+        ([5, "group"], "state"),
+        ([5, None], "bucket"),
+        ([None, 5, nn.Linear, Unknown()], "model"),
+        ([None, 5, torch.optim.SGD, Unknown()], "optimizer"),
+        ([5, "mse", nn.MSELoss, Unknown()], "loss_fn training_step"),
+        ([5, "cosine", Unknown()], "scheduler"),
+        ([5, "mlflow", True, Unknown()], "logger"),
+        ([5, [len], [mpicomm.EMA], mpicomm.EMA(0.5), Unknown()], "callbacks"),
+        ([5, True, "1", Unknown()], "profile"),
+        ([5, ["0"], [-1], Unknown()], "profile_ranks"),
+        ([5, ["accuracy"], {"accuracy": 5}, {5: len}, Unknown()], "metrics"),
+        ([None, *DATASETS], "Trainer.fit.train_data Trainer.evaluate.data Trainer.predict.data"),
+        (DATASETS, "eval_data"),
+    )
+    for argument in arguments.split()
 }
-
-HANDLES = [5, None, "ab", [5], [None], Unknown()]
-OTHERS: dict[str, tuple[dict[str, Any], Wrong]] = {
-    "wait_all": ({"handles": []}, {"handles": HANDLES, "timeout": TIMEOUTS}),
-    "as_completed": ({"handles": []}, {"handles": HANDLES}),
-    "current_world": ({}, {}),
-    "dump_flight_recorder": ({}, {"directory": PATHS}),
-    "recover": ({}, {}),
-    "shutdown": ({}, {}),
-    "bf16_compression_hook": ({"state": None, "bucket": None}, {"state": [5, "group"], "bucket": [5, None]}),
-    "bootstrap": (
-        {"backend": "mpi"},
-        {
-            "backend": WORDS,
-            "timeout": [*TIMEOUTS, 1e-3],
-            "comm": [5, "world", Unknown()],
-            "device": [1.5, True, [0], Unknown()],
-            "abort_on_error": FLAGS,
-            "on_failure": [*WORDS, None],
-            "min_ranks": POSITIVE,
-        },
-    ),
-}
-
-TRAINER: Wrong = {
-    "model": [None, 5, nn.Linear, Unknown()],
-    "optimizer": [None, 5, torch.optim.SGD, Unknown()],
-    "loss_fn": [5, "mse", nn.MSELoss, Unknown()],
-    "weights": PATHS,
-    "target_key": [3, None, True, Unknown()],
-    "scheduler": [5, "cosine", Unknown()],
-    "schedule": WORDS,
-    "monitor": WORDS,
-    "precision": [*WORDS, None],
-    "batch_size": [*POSITIVE, None],
-    "grad_accum_steps": [*POSITIVE, None],
-    "max_grad_norm": ["1", True, 0, -1.0, float("nan"), Unknown()],
-    "strategy": [*WORDS[:-2], None, Unknown()],
-    "grad_compression": WORDS,
-    "sync_batchnorm": FLAGS,
-    "find_unused_parameters": FLAGS,
-    "compile_model": FLAGS,
-    "deterministic": FLAGS,
-    "checkpoint_dir": PATHS,
-    "save_every": POSITIVE,
-    "keep_checkpoints": [*POSITIVE, None],
-    "log_every": [*POSITIVE, None],
-    "seed": ["0", 1.5, True, None],
-    "num_workers": ["0", 1.5, True, -1, None],
-    "on_nonfinite": [*WORDS, None],
-    "check_every": POSITIVE,
-    "stop_margin": ["1", True, -1.0, float("nan"), Unknown()],
-    "progress": [*WORDS, None],
-    "logger": [5, "mlflow", True, Unknown()],
-    "training_step": [5, "step", nn.MSELoss, Unknown()],
-    "callbacks": [5, [len], [mpicomm.EMA], mpicomm.EMA(0.5), Unknown()],
-    "profile": [5, True, "1", Unknown()],
-    "profile_ranks": [5, ["0"], [-1], Unknown()],
-    "rank_logs": FLAGS,
-    "on_failure": [*WORDS, None],
-    "replicate_shards": FLAGS,
-    "replicate_every": POSITIVE,
-}
-TEXTS = [5, True, None, Unknown()]
-_OF_PREPARE = ("model", "optimizer", "strategy", "find_unused_parameters", "compile_model", "seed")
-PREPARE: Wrong = {
-    **{name: TRAINER[name] for name in _OF_PREPARE},
-    "shard": SHARDS,
-    "loaders": [],
-}  # loaders have no keyword
-DATASETS = [None, 5, torch.nn.Linear(1, 1), Unknown()]
-METRICS = [5, ["accuracy"], {"accuracy": 5}, {5: len}, Unknown()]
-METHODS: dict[str, tuple[dict[str, Any], Wrong]] = {
-    "fit": (
-        {"train_data": TensorDataset(torch.ones(9, 2), torch.ones(9, 1)), "epochs": 1},
-        {
-            "train_data": DATASETS,
-            "epochs": [*POSITIVE, None],
-            "eval_data": DATASETS[1:],
-            "metrics": METRICS,
-            "shard": SHARDS,
-            "eval_shard": SHARDS,
-            "max_steps": POSITIVE,
-            "max_time": ["1", True, 0, -1.0, float("nan"), Unknown()],
-            "eval_every": POSITIVE,
-            "limit_batches": POSITIVE,
-        },
-    ),
-    "evaluate": (
-        {"data": TensorDataset(torch.ones(9, 2), torch.ones(9, 1))},
-        {"data": DATASETS, "metrics": METRICS, "shard": SHARDS},
-    ),
-    "predict": (
-        {"data": TensorDataset(torch.ones(9, 2), torch.ones(9, 1))},
-        {"data": DATASETS, "shard": SHARDS, "has_targets": FLAGS, "all_ranks": FLAGS},
-    ),
-    "export": ({}, {"path": [*PATHS, None]}),
-    "log": ({}, {"values": []}),  # any names
-    "stop": ({}, {"why": TEXTS}),
-    "save_checkpoint": ({}, {}),
-    "write_metrics": ({}, {"event": TEXTS, "values": []}),
-}
+GIVEN = {"data": 1, "thing": 1, "dst": 0, "src": 0, "handles": [], "state": None, "bucket": None, "backend": "mpi"}
+"""Valid values of arguments without a default, and of some with one."""
 
 
-def cases(table: dict[str, tuple[dict[str, Any], Wrong]]) -> list[Any]:
-    return [pytest.param(name, argument, id=f"{name}-{argument}") for name in table for argument in table[name][1]]
+def functions() -> dict[str, Callable[..., object]]:
+    """Return the public functions, the trainer and its methods by name."""
+    public = {name: getattr(mpicomm, name) for name in mpicomm.__all__}
+    of_trainer = {f"Trainer.{name}": each for name, each in vars(mpicomm.Trainer).items() if not name.startswith("_")}
+    both = {**public, **of_trainer}
+    return {name: each for name, each in both.items() if inspect.isfunction(each) or name == "Trainer"}
+
+
+CASES = [
+    pytest.param(name, argument, id=f"{name}-{argument}")
+    for name, function in functions().items()
+    for argument in inspect.signature(function).parameters
+    if argument != "self"
+]
 
 
 def is_refused(
@@ -192,43 +124,23 @@ def is_refused(
         assert all(line.strip() for line in rest), shown
 
 
-@pytest.mark.parametrize(("name", "argument"), cases(OPERATIONS))
-def test_the_arguments_of_the_operations(world: mpicomm.World, name: str, argument: str) -> None:
-    given, wrong = OPERATIONS[name]
-    items = {"items": [1] * world.size} if "items" in given else {}
-    is_refused(getattr(mpicomm, name), {**given, **items}, argument, wrong[argument])
-
-
-@pytest.mark.parametrize(("name", "argument"), cases(OTHERS))
-def test_other_functions(world: mpicomm.World, tmp_path: Path, name: str, argument: str) -> None:
-    given, wrong = OTHERS[name]
-    is_refused(getattr(mpicomm, name), given, argument, wrong[argument])
-
-
-@pytest.mark.parametrize("argument", TRAINER)
-def test_the_trainer(world: mpicomm.World, argument: str) -> None:
-    is_refused(mpicomm.Trainer, parts(), argument, TRAINER[argument])
-
-
-@pytest.mark.parametrize("argument", PREPARE)
-def test_prepare(world: mpicomm.World, argument: str) -> None:
-    given = parts()
-    del given["loss_fn"]
-    is_refused(mpicomm.prepare, given, argument, PREPARE[argument])
-
-
-@pytest.mark.parametrize(("name", "argument"), cases(METHODS))
-def test_methods_of_the_trainer(world: mpicomm.World, name: str, argument: str) -> None:
-    given, wrong = METHODS[name]
-    trainer = mpicomm.Trainer(**parts(), progress="none")  # collective
-    # Whether all ranks can use their data is agreed on: one that cannot is an error on all.
-    by_all = argument in {"train_data", "eval_data", "data"}
-    is_refused(getattr(trainer, name), given, argument, wrong[argument], by_all=by_all)
-
-
-def parts() -> dict[str, Any]:
+@pytest.mark.parametrize(("name", "argument"), CASES)
+def test_each_argument_of_each_function(world: mpicomm.World, name: str, argument: str) -> None:
+    function = functions()[name]
+    samples = TensorDataset(torch.ones(9, 2), torch.ones(9, 1))
     model = nn.Linear(2, 1)
-    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "loss_fn": nn.functional.mse_loss}
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "loss_fn": nn.functional.mse_loss}
+    given = {**GIVEN, **parts, "items": [1] * world.size, "train_data": samples, "epochs": 1}
+    if name.startswith("Trainer."):
+        function = getattr(mpicomm.Trainer(**parts, progress="none"), name.removeprefix("Trainer."))  # collective
+        given["data"] = samples
+    elif name == "reduce_scatter":
+        given["data"] = torch.ones(4)
+    accepted = {each: given[each] for each in inspect.signature(function).parameters if each in given}
+    # Whether all ranks can use their data is agreed on: one that cannot is an error on all.
+    by_all = name.startswith("Trainer.") and argument in {"train_data", "eval_data", "data"}
+    wrong = WRONG[f"{name}.{argument}" if f"{name}.{argument}" in WRONG else argument]
+    is_refused(function, accepted, argument, wrong, by_all=by_all)
 
 
 def test_a_handle(world: mpicomm.World) -> None:
@@ -242,18 +154,6 @@ def test_a_work_of_torch_is_no_handle(world: mpicomm.World) -> None:
     with pytest.raises(TypeError, match=r"handles\[0\] must be a Handle, .*\n.*work\.wait\(\)"):
         mpicomm.wait_all([work])
     work.wait()
-
-
-def test_every_argument_of_every_public_function_is_here() -> None:
-    tables = {**OPERATIONS, **OTHERS, "Trainer": ({}, TRAINER), "prepare": ({}, PREPARE)}
-    functions = {name: getattr(mpicomm, name) for name in mpicomm.__all__}
-    functions = {name: each for name, each in functions.items() if inspect.isfunction(each) or name == "Trainer"}
-    methods = {name: each for name, each in vars(mpicomm.Trainer).items() if not name.startswith("_")}
-    methods = {name: each for name, each in methods.items() if inspect.isfunction(each)}
-    for name, function in {**functions, **methods}.items():
-        _, wrong = {**tables, **METHODS}[name]
-        known = [each for each in inspect.signature(function).parameters if each != "self"]
-        assert sorted(wrong) == sorted(known), name
 
 
 def test_an_integer_of_numpy_is_an_integer(world: mpicomm.World) -> None:

@@ -59,6 +59,11 @@ def test_different_operations(world: mpicomm.World) -> None:
         mpicomm.all_reduce(1.0, "max" if world.rank == 0 else "sum")
 
 
+def test_data_that_differ_on_another_backend(comms: dict[str, Any], world: mpicomm.World) -> None:
+    with pytest.raises(MismatchError):
+        mpicomm.all_reduce(torch.ones(2 + world.rank), group=comms["gloo"])
+
+
 def test_gathering_data_of_another_width(world: mpicomm.World) -> None:
     with pytest.raises(MismatchError, match=r"tensor float32\[\*, 3\]"):
         mpicomm.all_gather(torch.ones(2, 3 if world.rank else 4))

@@ -77,16 +77,6 @@ def in_the_background(tensor: torch.Tensor) -> torch.Tensor:
     return mpicomm.all_reduce(tensor.tanh(), "mean", async_op=True).wait()
 
 
-def around(tensor: torch.Tensor) -> torch.Tensor:
-    """Send to the next rank and receive from the previous one, by separate calls."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if size == 1:
-        return tensor
-    sending = mpicomm.isend(tensor * (rank + 1), (rank + 1) % size)
-    got = mpicomm.recv((rank - 1) % size)
-    return got.square() + sending.wait()
-
-
 OPERATIONS: dict[str, Operation] = {
     "all_reduce sum": mpicomm.all_reduce,
     "all_reduce mean": lambda tensor: mpicomm.all_reduce(tensor, "mean"),

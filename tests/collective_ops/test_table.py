@@ -14,11 +14,11 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm.collective_ops import messages, pytree, wire_format
 from mpicomm.collective_ops.group_argument import resolve
+from tests.collective_ops.conftest import Among
 from tests.collective_ops.kinds import AMONG, KINDS, averaged, make, nested, same
 
 pytestmark = pytest.mark.each_torch("collective_ops")
 
-Among = tuple[Any, int, int]
 # All kinds of data in the group of all ranks, some kinds in every group.
 SOME = ("strided", "array", "nested", "many")
 PAIRS = [("all", kind) for kind in KINDS] + [(each, kind) for each in AMONG[1:] for kind in SOME]
@@ -30,15 +30,11 @@ REDUCTIONS = [(pair, op) for pair in PAIRS for op in ("sum", "mean")] + [
 CUTTABLE = [kind for kind in KINDS if kind not in ("scalar tensor", "array scalar", "int", "float", "nested")]
 
 
-def finished(result: Any, is_async: bool) -> Any:
-    return result.wait() if is_async else result
-
-
 @pytest.mark.parametrize(
     ("among", "kind", "op"), [(among, kind, op) for (among, kind), op in REDUCTIONS], indirect=["among"]
 )
-def test_all_reduce(among: Among, is_async: bool, kind: str, op: str) -> None:
-    group, rank, size = among
+def test_all_reduce(among: Among, kind: str, op: str) -> None:
+    rank, size = among.rank, among.size
     values = {
         "sum": sum(range(1, size + 1)),
         "max": size,
@@ -48,17 +44,18 @@ def test_all_reduce(among: Among, is_async: bool, kind: str, op: str) -> None:
     }
     data = make(kind, rank + 1)
     before = copy.deepcopy(data)
-    got = finished(mpicomm.all_reduce(data, op, group=group, async_op=is_async), is_async)
-    assert same(got, averaged(kind, values[op]) if op == "mean" else make(kind, values[op]))
+    assert same(
+        among.call("all_reduce", data, op), averaged(kind, values[op]) if op == "mean" else make(kind, values[op])
+    )
     assert same(data, before)
 
 
 @pytest.mark.parametrize("among", AMONG, indirect=True)
 def test_the_average_of_negative_integers(among: Among) -> None:
-    group, rank, size = among
+    rank, size = among.rank, among.size
     data = np.full((4, 2), rank - 2 * size, dtype=np.int32)
     mean = np.full((4, 2), math.trunc((size - 1) / 2 - 2 * size), dtype=np.int32)
-    assert same(mpicomm.all_reduce(data, "mean", group=group), mean)
+    assert same(among.call("all_reduce", data, "mean"), mean)
 
 
 def test_the_average_of_python_bools(world: mpicomm.World) -> None:
@@ -66,42 +63,40 @@ def test_the_average_of_python_bools(world: mpicomm.World) -> None:
 
 
 @EVERY
-def test_reduce(among: Among, is_async: bool, kind: str) -> None:
-    group, rank, size = among
-    got = finished(mpicomm.reduce(make(kind, rank), size - 1, group=group, async_op=is_async), is_async)
-    assert same(got, make(kind, sum(range(size))) if rank == size - 1 else None)
+def test_reduce(among: Among, kind: str) -> None:
+    rank, size = among.rank, among.size
+    assert same(
+        among.call("reduce", make(kind, rank), size - 1), make(kind, sum(range(size))) if rank == size - 1 else None
+    )
 
 
 @EVERY
-def test_broadcast_to_ranks_without_a_description(among: Among, is_async: bool, kind: str) -> None:
-    group, rank, size = among
+def test_broadcast_to_ranks_without_a_description(among: Among, kind: str) -> None:
+    rank, size = among.rank, among.size
     data = make(kind, 7) if rank == size - 1 else None
-    got = finished(mpicomm.broadcast(data, size - 1, group=group, async_op=is_async), is_async)
-    assert same(got, make(kind, 7))
+    assert same(among.call("broadcast", data, size - 1), make(kind, 7))
 
 
 @pytest.mark.parametrize("kind", ["tensor", "strided", "array", "many", "empty tensor", "bfloat16"])
-def test_broadcast_into_memory(among: Among, is_async: bool, kind: str) -> None:
-    group, rank, size = among
+def test_broadcast_into_memory(among: Among, kind: str) -> None:
+    rank, size = among.rank, among.size
     out = make(kind, rank)
     data = make(kind, size) if rank == 0 else None
-    got = finished(mpicomm.broadcast(data, 0, group=group, out=out, async_op=is_async), is_async)
+    got = among.call("broadcast", data, 0, out=out)
     assert got is out
     assert same(out, make(kind, size))
 
 
 @EVERY
-def test_gather_and_all_gather(among: Among, is_async: bool, kind: str) -> None:
-    group, rank, size = among
+def test_gather_and_all_gather(among: Among, kind: str) -> None:
+    rank, size = among.rank, among.size
     of_all = [make(kind, each) for each in range(size)]
-    got = finished(mpicomm.gather(make(kind, rank), size - 1, group=group, async_op=is_async), is_async)
-    assert same(got, of_all if rank == size - 1 else None)
-    got = finished(mpicomm.all_gather(make(kind, rank), group=group, async_op=is_async), is_async)
-    assert same(got, of_all)
+    assert same(among.call("gather", make(kind, rank), size - 1), of_all if rank == size - 1 else None)
+    assert same(among.call("all_gather", make(kind, rank)), of_all)
 
 
-def test_gathering_of_any_lengths(among: Among, is_async: bool) -> None:
-    group, rank, size = among
+def test_gathering_of_any_lengths(among: Among) -> None:
+    rank, size = among.rank, among.size
 
     def of(each: int) -> dict[str, Any]:
         return {"rows": torch.full((each, 3), float(each)), "array": np.full(2 * each + 1, each), "one": each} | {
@@ -109,29 +104,26 @@ def test_gathering_of_any_lengths(among: Among, is_async: bool) -> None:
         }
 
     of_all = [of(each) for each in range(size)]
-    got = finished(mpicomm.gather(of(rank), 0, group=group, async_op=is_async), is_async)
-    assert same(got, of_all if rank == 0 else None)
-    assert same(finished(mpicomm.all_gather(of(rank), group=group, async_op=is_async), is_async), of_all)
+    assert same(among.call("gather", of(rank), 0), of_all if rank == 0 else None)
+    assert same(among.call("all_gather", of(rank)), of_all)
 
 
 @EVERY
-def test_scatter(among: Among, is_async: bool, kind: str) -> None:
-    group, rank, size = among
+def test_scatter(among: Among, kind: str) -> None:
+    rank, size = among.rank, among.size
     items = [make(kind, each) for each in range(size)] if rank == size - 1 else None
-    got = finished(mpicomm.scatter(items, size - 1, group=group, async_op=is_async), is_async)
-    assert same(got, make(kind, rank))
+    assert same(among.call("scatter", items, size - 1), make(kind, rank))
 
 
 @EVERY
-def test_all_to_all(among: Among, is_async: bool, kind: str) -> None:
-    group, rank, size = among
+def test_all_to_all(among: Among, kind: str) -> None:
+    rank, size = among.rank, among.size
     items = [make(kind, 10 * rank + each) for each in range(size)]
-    got = finished(mpicomm.all_to_all(items, group=group, async_op=is_async), is_async)
-    assert same(got, [make(kind, 10 * each + rank) for each in range(size)])
+    assert same(among.call("all_to_all", items), [make(kind, 10 * each + rank) for each in range(size)])
 
 
-def test_all_to_all_of_any_lengths_and_structures(among: Among, is_async: bool) -> None:
-    group, rank, size = among
+def test_all_to_all_of_any_lengths_and_structures(among: Among) -> None:
+    rank, size = among.rank, among.size
 
     def of(src: int, dst: int) -> Any:
         if (src + dst) % 3 == 0:
@@ -139,14 +131,13 @@ def test_all_to_all_of_any_lengths_and_structures(among: Among, is_async: bool) 
         return torch.full((src + 2 * dst,), float(src)) if (src + dst) % 3 == 1 else [src, dst]
 
     items = [of(rank, each) for each in range(size)]
-    got = finished(mpicomm.all_to_all(items, group=group, async_op=is_async), is_async)
-    assert same(got, [of(each, rank) for each in range(size)])
+    assert same(among.call("all_to_all", items), [of(each, rank) for each in range(size)])
 
 
 @pytest.mark.parametrize("kind", CUTTABLE)
-def test_reduce_scatter(among: Among, is_async: bool, kind: str) -> None:
-    group, rank, size = among
-    got = finished(mpicomm.reduce_scatter(make(kind, rank), group=group, async_op=is_async), is_async)
+def test_reduce_scatter(among: Among, kind: str) -> None:
+    rank, size = among.rank, among.size
+    got = among.call("reduce_scatter", make(kind, rank))
     whole = make(kind, sum(range(size)))
 
     def cut(each: Any) -> Any:
@@ -159,78 +150,69 @@ def test_reduce_scatter(among: Among, is_async: bool, kind: str) -> None:
 
 
 @EVERY
-def test_messages(among: Among, is_async: bool, kind: str) -> None:
-    group, rank, size = among
+def test_messages(among: Among, kind: str) -> None:
+    rank, size = among.rank, among.size
     after, before = (rank + 1) % size, (rank - 1) % size
-    got = finished(mpicomm.sendrecv(make(kind, rank), after, before, group=group, async_op=is_async), is_async)
-    assert same(got, make(kind, before))
-    sending = mpicomm.isend(make(kind, rank), after, tag=5, group=group)
-    got = finished(mpicomm.recv(before, tag=5, group=group, async_op=is_async), is_async)
-    assert same(got, make(kind, before))
+    assert same(among.call("sendrecv", make(kind, rank), after, before), make(kind, before))
+    sending = mpicomm.isend(make(kind, rank), after, tag=5, group=among.group)
+    assert same(among.call("recv", before, tag=5), make(kind, before))
     sending.wait()
 
 
-def test_objects(among: Among, is_async: bool) -> None:
-    group, rank, size = among
+def test_objects(among: Among) -> None:
+    rank, size = among.rank, among.size
 
     def of(each: int) -> Any:
         return {"set": {each, "text"}, "bytes": b"x" * each}
 
-    assert finished(mpicomm.all_gather_object(of(rank), group=group, async_op=is_async), is_async) == [
-        of(each) for each in range(size)
-    ]
-    got = finished(mpicomm.gather_object(of(rank), 0, group=group, async_op=is_async), is_async)
-    assert got == ([of(each) for each in range(size)] if rank == 0 else None)
-    got = finished(mpicomm.broadcast_object(of(9) if rank == 0 else None, group=group, async_op=is_async), is_async)
-    assert got == of(9)
+    assert among.call("all_gather_object", of(rank)) == [of(each) for each in range(size)]
+    assert among.call("gather_object", of(rank), 0) == ([of(each) for each in range(size)] if rank == 0 else None)
+    assert among.call("broadcast_object", of(9) if rank == 0 else None) == of(9)
     items = [of(each) for each in range(size)]
-    got = finished(mpicomm.scatter_object(items if rank == 0 else None, group=group, async_op=is_async), is_async)
-    assert got == of(rank)
+    assert among.call("scatter_object", items if rank == 0 else None) == of(rank)
     items = [of(10 * rank + each) for each in range(size)]
-    got = finished(mpicomm.all_to_all_object(items, group=group, async_op=is_async), is_async)
-    assert got == [of(10 * each + rank) for each in range(size)]
+    assert among.call("all_to_all_object", items) == [of(10 * each + rank) for each in range(size)]
     if size > 1:
-        sending = mpicomm.send_object(of(rank), (rank + 1) % size, group=group, async_op=True)
-        got = finished(mpicomm.recv_object((rank - 1) % size, group=group, async_op=is_async), is_async)
+        sending = mpicomm.send_object(of(rank), (rank + 1) % size, group=among.group, async_op=True)
+        got = among.call("recv_object", (rank - 1) % size)
         assert got == of((rank - 1) % size)
         sending.wait()
 
 
 @pytest.mark.parametrize("kind", ["tensor", "strided", "array", "many", "bfloat16"])
-def test_inplace(among: Among, is_async: bool, kind: str) -> None:
-    group, rank, size = among
+def test_inplace(among: Among, kind: str) -> None:
+    rank, size = among.rank, among.size
     data = make(kind, rank)
-    got = finished(mpicomm.all_reduce(data, group=group, inplace=True, async_op=is_async), is_async)
+    got = among.call("all_reduce", data, inplace=True)
     assert same(data, make(kind, sum(range(size))))
     assert same(got, data)
 
 
-def test_a_megabyte_in_one_leaf_among_small_ones(among: Among, is_async: bool) -> None:
-    group, rank, size = among
+def test_a_megabyte_in_one_leaf_among_small_ones(among: Among) -> None:
+    rank, size = among.rank, among.size
 
     def of(value: float) -> list[torch.Tensor]:
         return [torch.full((300_000,), value), torch.full((3,), value), torch.full((5,), int(value))]
 
     total = of(sum(range(size)))
-    assert same(finished(mpicomm.all_reduce(of(rank), group=group, async_op=is_async), is_async), total)
-    got = finished(mpicomm.all_gather(of(rank), group=group, async_op=is_async), is_async)
-    assert same(got, [of(each) for each in range(size)])
+    assert same(among.call("all_reduce", of(rank)), total)
+    assert same(among.call("all_gather", of(rank)), [of(each) for each in range(size)])
 
 
 # -- memory of the results, and messages -------------------------------------------------------------------------------
 
 
-def test_results_are_the_callers_to_write_into(among: Among, is_async: bool) -> None:
-    group, rank, size = among
+def test_results_are_the_callers_to_write_into(among: Among) -> None:
+    rank, size = among.rank, among.size
     mine = torch.full((3,), float(rank))
     items = [torch.full((3,), float(each)) for each in range(size)]
     results = [
-        finished(mpicomm.scatter(items if rank == 0 else None, group=group, async_op=is_async), is_async),
-        *(finished(mpicomm.gather(mine, group=group, async_op=is_async), is_async) or []),
-        *finished(mpicomm.all_gather(mine, group=group, async_op=is_async), is_async),
-        *finished(mpicomm.all_to_all(items, group=group, async_op=is_async), is_async),
-        finished(mpicomm.broadcast(mine, group=group, async_op=is_async), is_async),
-        finished(mpicomm.reduce_scatter(torch.cat(items), group=group, async_op=is_async), is_async),
+        among.call("scatter", items if rank == 0 else None),
+        *(among.call("gather", mine) or []),
+        *among.call("all_gather", mine),
+        *among.call("all_to_all", items),
+        among.call("broadcast", mine),
+        among.call("reduce_scatter", torch.cat(items)),
     ]
     for result in results:
         result.fill_(-1.0)
@@ -263,11 +245,8 @@ def test_scatter_and_messages_keep_apart(world: mpicomm.World) -> None:
 # -- values of `group=` ------------------------------------------------------------------------------------------------
 
 
-def test_the_ranks_of_this_node(world: mpicomm.World) -> None:
+def test_the_ranks_of_this_node_and_the_first_rank_of_each(world: mpicomm.World) -> None:
     assert mpicomm.all_gather(world.rank, group="node") == list(range(world.size))  # the tests run on one host
-
-
-def test_the_first_rank_of_each_node(world: mpicomm.World) -> None:
     if world.local_rank == 0:
         assert mpicomm.all_gather(world.rank, group="leaders") == [0]
 

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm
@@ -91,30 +89,6 @@ def powersgd() -> Step:
     return hooked_backward(powerSGD_hook, PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5))
 
 
-def joined() -> Step:
-    parallel = DistributedDataParallel(dense_model())
-    data = samples(), samples()
-
-    def step() -> None:
-        with Join([parallel]):
-            for inputs in data:
-                loss_of(parallel, inputs).backward()
-
-    return step
-
-
-def sharded_optimizer() -> Step:
-    parallel = DistributedDataParallel(dense_model())
-    optimizer = ZeroRedundancyOptimizer(parallel.parameters(), torch.optim.SGD, lr=0.1)
-    inputs = samples()
-
-    def step() -> None:
-        loss_of(parallel, inputs).backward()
-        optimizer.step()
-
-    return step
-
-
 def sharded_model() -> Step:
     model = fully_shard(dense_model(), mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer, inputs = sgd(model), samples()
@@ -144,8 +118,6 @@ STEPS = {
     "DDP, our bf16 hook": lambda: hooked_backward(mpicomm.bf16_compression_hook),
     "DDP, PowerSGD": powersgd,
     "DDP, callback": failing_callback,
-    "Join": joined,
-    "ZeRO": sharded_optimizer,
     "FSDP2": sharded_model,
     "functional": functional_all_reduce,
     "compile": compiled_all_reduce,

@@ -49,20 +49,6 @@ def assert_same_gradients(mine: torch.nn.Module, plain: torch.nn.Module) -> None
         torch.testing.assert_close(whole, expected.grad, **CLOSE)
 
 
-def test_columns_then_rows(mesh: dist.DeviceMesh, block: Block) -> None:
-    parallel = parallelize_module(copy.deepcopy(block), mesh, {"widen": ColwiseParallel(), "narrow": RowwiseParallel()})
-    inputs = numbers(BATCH, FEATURES).requires_grad_()
-    expected_inputs = inputs.detach().clone().requires_grad_()
-    output, expected = parallel(inputs), block(expected_inputs)
-    torch.testing.assert_close(output, expected, **CLOSE)
-    assert parallel.widen.weight.to_local().shape == (HIDDEN // mesh.size(), FEATURES)
-
-    output.pow(2).sum().backward()
-    expected.pow(2).sum().backward()
-    torch.testing.assert_close(inputs.grad, expected_inputs.grad, **CLOSE)
-    assert_same_gradients(parallel, block)
-
-
 def test_a_sequence_in_parts(mesh: dist.DeviceMesh, block: Block) -> None:
     """The norm processes shards of the sequence; the network processes all of it with shards of its weights."""
     plan = {

@@ -73,22 +73,6 @@ def test_wait_does_not_swallow_the_exception_of_a_signal_handler(group: Group) -
     assert torch.equal(tensor, torch.full((3,), float(group.size)))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_started_all_reduce_does_not_block_the_messages_it_waits_for(world: mpicomm.World) -> None:
-    """Rank 0 starts an all_reduce, receives, then waits; rank 1 sends 16 MiB, then calls all_reduce: legal on Gloo."""
-    total, message = torch.ones(3), torch.empty(BIG)
-    if world.rank == 0:
-        work = dist.all_reduce(total, async_op=True)
-        dist.recv(message, 1)
-        work.wait()
-        assert torch.equal(message, torch.full((BIG,), 2.0))
-    else:
-        if world.rank == 1:
-            dist.send(torch.full((BIG,), 2.0), 0)
-        dist.all_reduce(total)
-    assert torch.equal(total, torch.full((3,), float(world.size)))
-
-
 @QUEUES
 def test_an_operation_runs_although_its_caller_does_not_wait(group: Group) -> None:
     tensor = torch.ones(3)
@@ -204,19 +188,6 @@ def test_many_at_once(group: Group) -> None:
         work.wait()
     for index, tensor in enumerate(tensors):
         assert torch.equal(tensor, torch.full((100,), float(group.size * index + sum(range(group.size)))))
-
-
-@QUEUES
-def test_a_callback_may_queue_an_operation_and_wait_for_it(group: Group) -> None:
-    """PowerSGD does this; on the worker thread itself, the operation would wait for the callback that queued it."""
-    tensor, other = torch.ones(4), torch.ones(3)
-
-    def again(_future: torch.futures.Future) -> torch.Tensor:
-        dist.all_reduce(other, group=group.handle, async_op=True).wait()
-        return other
-
-    work = dist.all_reduce(tensor, group=group.handle, async_op=True)
-    assert torch.equal(work.get_future().then(again).wait(), torch.full((3,), float(group.size)))
 
 
 @QUEUES
@@ -379,25 +350,6 @@ def test_a_callback_of_a_message_calls_no_collective(world: mpicomm.World) -> No
             called_back.wait()
     else:
         dist.barrier()
-
-
-def test_several_groups_at_once(groups: dict[str, Group]) -> None:
-    kinds = list(groups.values())
-    tensors = [torch.full((1000,), float(1 + group.rank)) for group in kinds]
-    works = [
-        dist.all_reduce(tensor, group=group.handle, async_op=True) for group, tensor in zip(kinds, tensors, strict=True)
-    ]
-    for work in works:
-        work.wait()
-    for group, tensor in zip(kinds, tensors, strict=True):
-        assert torch.equal(tensor, torch.full((1000,), group.size * (group.size + 1) / 2))
-
-
-@QUEUES
-def test_asynchronous_barrier(group: Group) -> None:
-    work = dist.barrier(group=group.handle, async_op=True)
-    assert work.wait()
-    assert work.is_success()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -58,6 +58,9 @@ def test_a_receive_raises_when_it_is_awaited(world: mpicomm.World, raising: dist
         work = dist.irecv(tensor, 1, group=raising)
         with pytest.raises(TimeoutError, match=rf"timed out after {SECONDS} s, waiting for rank 1"):
             work.wait()
+        raising.set_timeout(datetime.timedelta(seconds=0.2))
+        with pytest.raises(TimeoutError, match=r"timed out after 0\.2 s"):
+            work.wait()
         with pytest.raises(TimeoutError, match=r"timed out after 0\.05 s"):
             work.wait(datetime.timedelta(seconds=0.05))
         dist.barrier()

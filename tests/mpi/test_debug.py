@@ -12,46 +12,30 @@ import mpicomm
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-Calls = dict[str, tuple[Callable[[dist.ProcessGroup], object], Callable[[dist.ProcessGroup], object], str, str]]
+Call = Callable[[dist.ProcessGroup], object]
+
+
+def reducing(*shape: int, dtype: torch.dtype = torch.float32, op: object = dist.ReduceOp.SUM) -> Call:
+    return lambda group: dist.all_reduce(torch.ones(shape, dtype=dtype), op, group=group)
+
+
+def broadcasting(src: int) -> Call:
+    return lambda group: dist.broadcast(torch.ones(4), src, group=group)
+
 
 # The call of rank 0, the call of the other ranks, and the description of each in the error message.
-CALLS: Calls = {
+CALLS: dict[str, tuple[Call, Call, str, str]] = {
     "operation": (
-        lambda group: dist.all_reduce(torch.ones(4), group=group),
-        lambda group: dist.broadcast(torch.ones(4), 0, group=group),
+        reducing(4),
+        broadcasting(0),
         r"all_reduce SUM float32\[4\]",
-        r"broadcast float32\[4\] \(root: rank 0 of the group\)",
+        r"broadcast float32\[4\] \(root: rank 0 ",
     ),
-    "dtype": (
-        lambda group: dist.all_reduce(torch.ones(4), group=group),
-        lambda group: dist.all_reduce(torch.ones(4, dtype=torch.int64), group=group),
-        r"all_reduce SUM float32\[4\]",
-        r"all_reduce SUM int64\[4\]",
-    ),
-    "shape": (
-        lambda group: dist.all_reduce(torch.ones(2, 3), group=group),
-        lambda group: dist.all_reduce(torch.ones(6), group=group),
-        r"all_reduce SUM float32\[2, 3\]",
-        r"all_reduce SUM float32\[6\]",
-    ),
-    "reduction": (
-        lambda group: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX, group=group),
-        lambda group: dist.all_reduce(torch.ones(4), group=group),
-        r"all_reduce MAX",
-        r"all_reduce SUM",
-    ),
-    "root": (
-        lambda group: dist.broadcast(torch.ones(4), 0, group=group),
-        lambda group: dist.broadcast(torch.ones(4), 1, group=group),
-        r"root: rank 0",
-        r"root: rank 1",
-    ),
-    "barrier": (
-        lambda group: dist.barrier(group=group),
-        lambda group: dist.all_reduce(torch.ones(4), group=group),
-        r"barrier",
-        r"all_reduce",
-    ),
+    "dtype": (reducing(4), reducing(4, dtype=torch.int64), r"float32\[4\]", r"int64\[4\]"),
+    "shape": (reducing(2, 3), reducing(6), r"float32\[2, 3\]", r"float32\[6\]"),
+    "reduction": (reducing(4, op=dist.ReduceOp.MAX), reducing(4), "all_reduce MAX", "all_reduce SUM"),
+    "root": (broadcasting(0), broadcasting(1), "root: rank 0 of the group", "root: rank 1 of the group"),
+    "barrier": (lambda group: dist.barrier(group=group), reducing(4), "barrier", "all_reduce"),
 }
 
 
@@ -68,9 +52,11 @@ def group(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[dis
 def test_calls_that_do_not_match(world: mpicomm.World, group: dist.ProcessGroup, what: str, is_async: bool) -> None:
     first, others, shown_first, shown_others = CALLS[what]
     call = first if world.rank == 0 else others
-    start = _asynchronously if is_async else _synchronously
+    work = dist.all_reduce(torch.ones(100_000), group=group, async_op=True) if is_async else None  # runs before it
     with pytest.raises(mpicomm.MismatchError) as caught:
-        start(call, group)
+        call(group)
+    if work is not None:
+        work.wait()
     assert caught.value.is_on_all_ranks
     caught.match(rf"rank 0: #\d+ .*{shown_first}.*, at test_debug\.py:\d+")
     caught.match(rf"rank.* 1.*: #\d+ .*{shown_others}.*, at test_debug\.py:\d+")
@@ -107,16 +93,3 @@ def test_a_mismatch_names_the_ranks_of_the_job(world: mpicomm.World, monkeypatch
         for rank in last:
             caught.match(rf"rank {rank}: .*float32\[{1 + rank}\]")
         dist.destroy_process_group(part)
-
-
-def _synchronously(call: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:
-    call(group)
-
-
-def _asynchronously(call: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:
-    """Make a call whose operation runs on the worker of the group, after another operation."""
-    work = dist.all_reduce(torch.ones(100_000), group=group, async_op=True)
-    try:
-        call(group)
-    finally:
-        work.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import mpicomm
 from mpicomm import mpi
 from mpicomm.backend.gpu import probe
 from mpicomm.backend.gpu.staging import StagingTransport
-from mpicomm.backend.gpu.transport import DIRECT, GPUDirect
+from mpicomm.backend.gpu.transport import GPUDirect, Transport
 from mpicomm.backend.transfer import mpi_calls
 from mpicomm.settings import Settings
 from tests.movers import stage
@@ -43,24 +44,21 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, is_claimed: bool,
     return tests
 
 
-def test_without_a_gpu_tensors_go_as_they_are(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    tests = pretend(monkeypatch, has_gpu=False, is_claimed=True, failures=[])
-    assert probe.choose_transport(world.comm, Settings()) is DIRECT
-    assert not tests
-
-
-def test_one_rank_with_a_gpu_is_enough_to_stage_on_all(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, has_gpu=world.rank == world.size - 1, is_claimed=False, failures=[])
-    assert isinstance(probe.choose_transport(world.comm, Settings()), StagingTransport)
-
-
-def test_addresses_are_passed_if_the_library_passes_the_probe(
-    world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tests = pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
-    for _ in range(2):
-        assert isinstance(probe.choose_transport(world.comm, Settings()), GPUDirect)
-    assert tests == [1]
+def test_the_choice_of_all_ranks(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU addresses are passed to MPI if no rank objects, after one test of the library."""
+    is_first, is_last = world.rank == 0, world.rank == world.size - 1
+    for has_gpu, is_claimed, setting, transport, number in (
+        (False, True, "auto", Transport, 0),
+        (is_last, False, "auto", StagingTransport, 0),
+        (True, True, "auto", GPUDirect, 1),
+        (True, False, "1", GPUDirect, 1),
+        (True, True, "0" if is_first else "auto", StagingTransport, 0),
+    ):
+        monkeypatch.setattr(probe, "_has_passed", False)
+        tests = pretend(monkeypatch, has_gpu=has_gpu, is_claimed=is_claimed, failures=[])
+        for _ in range(2):
+            assert type(probe.choose_transport(world.comm, Settings(gpu_aware=setting))) is transport
+        assert len(tests) == number
 
 
 def test_a_group_tests_again_if_one_of_its_ranks_has_not(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,27 +69,11 @@ def test_a_group_tests_again_if_one_of_its_ranks_has_not(world: mpicomm.World, m
 
 
 def test_one_rank_that_fails_stages_on_all(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ["all_reduce of 1 elements"] if world.rank == 0 else []
-    pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=found)
-    if found:
-        with pytest.warns(UserWarning, match=r"failed its test: all_reduce of 1 elements\. GPU tensors are staged"):
-            transport = probe.choose_transport(world.comm, Settings())
-    else:
-        transport = probe.choose_transport(world.comm, Settings())
-    assert isinstance(transport, StagingTransport)
-
-
-def test_one_rank_that_is_set_to_stage_stages_on_all(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    tests = pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
-    settings = Settings(gpu_aware="0" if world.rank == 0 else "auto")
-    assert isinstance(probe.choose_transport(world.comm, settings), StagingTransport)
-    assert not tests
-
-
-def test_the_test_is_made_where_the_user_insists(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    tests = pretend(monkeypatch, has_gpu=True, is_claimed=False, failures=[])
-    assert isinstance(probe.choose_transport(world.comm, Settings(gpu_aware="1")), GPUDirect)
-    assert tests == [1]
+    failures = ["all_reduce of 1 elements"] if world.rank == 0 else []
+    pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=failures)
+    warns = pytest.warns(UserWarning, match=r"failed its test: all_reduce of 1 elements\. GPU tensors are staged")
+    with warns if failures else contextlib.nullcontext():
+        assert isinstance(probe.choose_transport(world.comm, Settings()), StagingTransport)
 
 
 def test_all_ranks_use_the_shortest_chunk(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +83,10 @@ def test_all_ranks_use_the_shortest_chunk(world: mpicomm.World, monkeypatch: pyt
     assert transport._chunk_bytes == 1024
 
 
-@pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:cudaMallocAsync"])
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"), ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")],
+)
 def test_memory_that_is_not_exported_is_warned_of(
     world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, name: str, setting: str
 ) -> None:
@@ -243,11 +227,10 @@ def test_a_library_that_names_kinds_of_memory(
     assert probe.is_claimed({}) == is_claimed
 
 
-@pytest.mark.parametrize("enabled", [None, "0", "1"])
-def test_crays_library_is_believed_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch, enabled: str | None) -> None:
+@pytest.mark.parametrize("enabled", ["", "0", "1"])
+def test_crays_library_is_believed_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch, enabled: str) -> None:
     pretend_library(monkeypatch, "CRAY MPICH version 8.1", "system,cuda")
-    environ = {} if enabled is None else {"MPICH_GPU_SUPPORT_ENABLED": enabled}
-    assert probe.is_claimed(environ) == (enabled == "1")
+    assert probe.is_claimed({"MPICH_GPU_SUPPORT_ENABLED": enabled} if enabled else {}) == (enabled == "1")
 
 
 def test_the_mpis_of_the_package_index_claim_nothing(world: mpicomm.World) -> None:

@@ -15,143 +15,118 @@ import mpicomm
 from tests.torches import all_gather_single, reduce_scatter_single
 from tests.worlds import Group
 
-ONES = torch.ones(2)
+ones = torch.ones
+ONES = ones(2)
+
+
+def whole() -> dist.ProcessGroup:
+    """Return the group of all ranks, whose methods accept more than functions of torch.distributed."""
+    return dist.group.WORLD
+
+
+# The call, with the number of ranks, and the error. tests/mpi/test_matrix.py has the reductions that are not defined.
 MISUSES: dict[str, tuple[Callable[[int], object], str]] = {
-    "op without meaning for floats": (
-        lambda size: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
-        "BAND is not defined for float32",
-    ),
-    "average of bool": (
-        lambda size: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG),
-        "AVG is not defined for bool",
-    ),
-    "order of complex": (
-        lambda size: dist.reduce(torch.ones(2, dtype=torch.complex64), 0, dist.ReduceOp.MAX),
-        "MAX is not defined for complex64",
-    ),
     "dtype without arithmetic": (
-        lambda size: dist.all_reduce(torch.ones(2).to(torch.float8_e8m0fnu)),
+        lambda n: dist.all_reduce(ones(2).to(torch.float8_e8m0fnu)),
         "float8_e8m0fnu tensors can be moved but not reduced",
     ),
     "sparse": (
-        lambda size: dist.broadcast(torch.eye(3).to_sparse(), 0),
+        lambda n: dist.broadcast(torch.eye(3).to_sparse(), 0),
         r"dense tensor, got layout torch.sparse_coo.*\n.*to_dense",
     ),
-    "meta device": (lambda size: dist.broadcast(torch.ones(2, device="meta"), 0), "on cpu or cuda, got one on meta"),
-    "quantized": (
-        lambda size: dist.broadcast(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), 0),
-        "quantized",
-    ),
+    "meta device": (lambda n: dist.broadcast(ones(2, device="meta"), 0), "on cpu or cuda, got one on meta"),
+    "quantized": (lambda n: dist.broadcast(torch.quantize_per_tensor(ONES, 0.1, 0, torch.qint8), 0), "quantized"),
     "list too short": (
-        lambda size: dist.all_gather([torch.ones(2)] * (size + 1), torch.ones(2)),
+        lambda n: dist.all_gather([ones(2)] * (n + 1), ONES),
         r"tensor_list has \d+ tensors, but the group has \d+ ranks",
     ),
     "entry of another size": (
-        lambda size: dist.all_gather([torch.ones(3) for _ in range(size)], torch.ones(2)),
+        lambda n: dist.all_gather([ones(3) for _ in range(n)], ONES),
         r"tensor_list\[\d\] has 3 elements",
     ),
     "entry of another dtype": (
-        lambda size: dist.group.WORLD.allgather([[torch.ones(2).int() for _ in range(size)]], [torch.ones(2)]),
+        lambda n: whole().allgather([[ones(2).int() for _ in range(n)]], [ONES]),
         "holds int32, but the tensor is float32",
     ),
     "output of another size": (
-        lambda size: all_gather_single(torch.ones(2 * size + 1), torch.ones(2)),
+        lambda n: all_gather_single(ones(2 * n + 1), ONES),
         r"output has \d+ elements, but input has 2",
     ),
     "input of another size": (
-        lambda size: reduce_scatter_single(torch.ones(2), torch.ones(2 * size + 1)),
+        lambda n: reduce_scatter_single(ones(2), ones(2 * n + 1)),
         r"input has \d+ elements, but output has 2",
     ),
     "output of another dtype": (
-        lambda size: reduce_scatter_single(torch.ones(2), torch.ones(2 * size).double()),
+        lambda n: reduce_scatter_single(ones(2), ones(2 * n).double()),
         "input holds float64, but the tensor is float32",
     ),
-    "list of another size": (
-        lambda size: dist.reduce_scatter(torch.ones(2), [torch.ones(3)] * size),
-        r"input_list\[\d\] has 3 elements",
-    ),
+    "list of another size": (lambda n: dist.reduce_scatter(ones(2), [ones(3)] * n), r"input_list\[\d\] has 3 elements"),
     "rank too high": (
-        lambda size: dist.group.WORLD.send([torch.ones(2)], size, 0),
+        lambda n: whole().send([ONES], n, 0),
         r"dst=\d+ is out of range for this group.*\n.*from 0 to \d+",
     ),
-    "root too high": (
-        lambda size: dist.group.WORLD.broadcast([torch.ones(2)], _options(size)),
-        r"src=\d+ is out of range",
-    ),
-    "tag too high": (
-        lambda size: dist.group.WORLD.recv([torch.ones(2)], 0, 2**31 - 1 + 2**31),
-        r"tag=\d+ is out of range",
-    ),
-    "several tensors": (lambda size: dist.group.WORLD.allreduce([torch.ones(2), torch.ones(2)]), "expected one tensor"),
-    "expanded output": (lambda size: dist.broadcast(torch.ones(1).expand(4), 0), "expanded"),
+    "root too high": (lambda n: whole().broadcast([ones(2)], root=n), r"src=\d+ is out of range"),
+    "tag too high": (lambda n: whole().recv([ones(2)], 0, 2**32 - 1), r"tag=\d+ is out of range"),
+    "several tensors": (lambda n: whole().allreduce([ones(2), ones(2)]), "expected one tensor"),
+    "expanded output": (lambda n: dist.broadcast(ones(1).expand(4), 0), "expanded"),
     "order of sparse": (
-        lambda size: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX),
+        lambda n: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX),
         "MAX is not defined for sparse tensors",
     ),
     "sparse by columns": (
-        lambda size: dist.all_reduce(torch.eye(3).to_sparse_csc()),
+        lambda n: dist.all_reduce(torch.eye(3).to_sparse_csc()),
         "dense tensor, got layout torch.sparse_csc",
     ),
     "rows that cannot be shared": (
-        lambda size: dist.all_to_all_single(torch.ones(2 * size + 1, 3), torch.ones(2 * size + 1, 3)),
+        lambda n: dist.all_to_all_single(ones(2 * n + 1, 3), ones(2 * n + 1, 3)),
         r"\d+ rows, which are not divisible by the group size \d+.*\n.*output_split_sizes",
     ),
     "sizes that do not add up": (
-        lambda size: dist.all_to_all_single(torch.ones(size + 1, 2), torch.ones(size, 2), [1] * size, [1] * size),
+        lambda n: dist.all_to_all_single(ones(n + 1, 2), ones(n, 2), [1] * n, [1] * n),
         r"output_split_sizes=.* does not split \d+ rows",
     ),
     "too few sizes": (
-        lambda size: dist.all_to_all_single(torch.ones(size, 2), torch.ones(size, 2), None, [size] + [0] * size),
+        lambda n: dist.all_to_all_single(ones(n, 2), ones(n, 2), None, [n] + [0] * n),
         r"input_split_sizes=.* does not split \d+ rows",
     ),
     "negative sizes": (
-        lambda size: dist.all_to_all_single(
-            torch.ones(size), torch.ones(size), None, [size + 1, -1, *[0] * (size - 2)]
-        ),
+        lambda n: dist.all_to_all_single(ones(n), ones(n), None, [n + 1, -1, *[0] * (n - 2)]),
         r"input_split_sizes=.* does not split \d+ rows",
     ),
     "all_to_all of other dtypes": (
-        lambda size: dist.group.WORLD.alltoall([torch.ones(1).int()] * size, [torch.ones(1)] * size),
+        lambda n: whole().alltoall([ones(1).int()] * n, [ones(1)] * n),
         "a list holds int32, but the tensor is float32",
     ),
     "own share of another size": (
-        lambda size: dist.all_to_all([torch.ones(2) for _ in range(size)], [torch.ones(1)] * size),
+        lambda n: dist.all_to_all([ones(2) for _ in range(n)], [ones(1)] * n),
         "sends itself 1 elements, but expects 2",
     ),
     "outputs without inputs": (
-        lambda size: dist.group.WORLD.all_gather_single_coalesced([torch.ones(size)], []),
+        lambda n: whole().all_gather_single_coalesced([ones(n)], []),
         "expected at least one tensor",
     ),
     "more outputs than inputs": (
-        lambda size: dist.group.WORLD.all_gather_single_coalesced([torch.ones(size)] * 2, [torch.ones(1)]),
+        lambda n: whole().all_gather_single_coalesced([ones(n)] * 2, [ones(1)]),
         "got 2 outputs for 1 inputs",
     ),
     "lists of another length": (
-        lambda size: dist.all_gather_coalesced([[torch.ones(1)] * 2] * size, [torch.ones(1)]),
+        lambda n: dist.all_gather_coalesced([[ones(1)] * 2] * n, [ones(1)]),
         r"lists of \[2.*\] tensors",
     ),
-    "premultiplied integers": (
-        lambda size: dist.all_reduce(torch.ones(2).int(), dist._make_nccl_premul_sum(0.5)),
-        "PREMUL_SUM is not defined for int32",
-    ),
     "storage that was freed": (
-        lambda size: dist.all_reduce(_freed(2)),
+        lambda n: dist.all_reduce(_freed(2)),
         r"all_reduce: expected a tensor with elements in memory, got a Tensor of shape \[2\] without storage",
     ),
     "one tensor twice": (
-        lambda size: dist.all_reduce_coalesced([ONES, torch.ones(2), ONES]),
+        lambda n: dist.all_reduce_coalesced([ONES, ones(2), ONES]),
         r"tensors\[0\] and tensors\[2\] share memory.*\nPass tensors with separate storage",
     ),
     "outputs that overlap": (
-        lambda size: dist.group.WORLD.all_gather_single_coalesced(
-            [(memory := torch.ones(2 * size + 1))[1:], memory[:-1]], [torch.ones(2), torch.ones(2)]
-        ),
+        lambda n: whole().all_gather_single_coalesced([(all_ := ones(2 * n + 1))[1:], all_[:-1]], [ONES, ONES]),
         r"output\[0\] and output\[1\] share memory",
     ),
     "output in the input of another pair": (
-        lambda size: dist.group.WORLD.reduce_scatter_single_coalesced(
-            [(memory := torch.ones(2 * size))[:2], torch.ones(2)], [torch.ones(2 * size), memory]
-        ),
+        lambda n: whole().reduce_scatter_single_coalesced([(both := ones(2 * n))[:2], ones(2)], [ones(2 * n), both]),
         r"output 0 and input 1 share memory",
     ),
 }
@@ -161,14 +136,6 @@ def _freed(count: int) -> torch.Tensor:
     tensor = torch.ones(count)
     tensor.untyped_storage().resize_(0)
     return tensor
-
-
-def _options(root: int) -> object:
-    from mpicomm import torch_internals
-
-    options = torch_internals.BroadcastOptions()
-    options.rootRank = root
-    return options
 
 
 @pytest.mark.parametrize("name", MISUSES)

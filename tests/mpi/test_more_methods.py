@@ -85,22 +85,6 @@ def test_the_coalescing_manager_with_a_device(group: Group, is_async: bool) -> N
     assert torch.equal(mine, size * of_rank(group.rank, 2))
 
 
-@pytest.mark.mpi(min_size=2)
-@on_groups("world")
-def test_a_batch_of_messages_is_one_work(group: Group) -> None:
-    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    received = torch.empty(3)
-    group.handle._start_coalescing(torch.device("cpu"))
-    group.handle.recv([received], left, 7)
-    group.handle.send([of_rank(group.rank, 3)], right, 7)
-    work = group.handle._end_coalescing(torch.device("cpu"))
-    assert work.wait()
-    assert work.is_completed()
-    assert work.is_success()
-    assert torch.equal(received, of_rank(left, 3))
-    assert any(each is received for each in work.get_future().wait())
-
-
 def test_the_works_of_a_batch_have_one_timeout() -> None:
     waited: list[float] = []
 
@@ -173,15 +157,17 @@ def test_gather_into_one_tensor(group: Group, dtype: torch.dtype, is_async: bool
 @WHEN
 @on_groups(*MAIN_KINDS)
 @pytest.mark.usefixtures("counts")
-def test_uneven_gather_and_scatter(group: Group, is_async: bool) -> None:
-    """Rank r has r elements; rank 0 has none."""
+@pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
+def test_gather_and_scatter(group: Group, is_async: bool, is_even: bool) -> None:
+    """Uneven: rank r has r elements; rank 0 has none."""
+    lengths = [5 if is_even else rank for rank in range(group.size)]
     for root in range(group.size):
-        gathered = [torch.empty(rank) for rank in range(group.size)] if group.rank == root else None
-        source = of_rank(group.rank, group.rank)
+        gathered = [torch.empty(length) for length in lengths] if group.rank == root else None
+        source = of_rank(group.rank, lengths[group.rank])
         finish(dist.gather(source, gathered, group_dst=root, group=group.handle, async_op=is_async))
         for rank, each in enumerate(gathered or []):
-            assert torch.equal(each, of_rank(rank, rank))
-        mine = torch.empty(group.rank)
+            assert torch.equal(each, of_rank(rank, lengths[rank]))
+        mine = torch.empty(lengths[group.rank])
         finish(dist.scatter(mine, gathered, group_src=root, group=group.handle, async_op=is_async))
         assert torch.equal(mine, source)
 
@@ -300,25 +286,6 @@ def test_splitting_a_group(world: mpicomm.World, groups: dict[str, Group]) -> No
             assert part.size() == 1
             part.shutdown()
     group.shutdown()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_timeout_of_the_group_set_later(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPICOMM_ON_TIMEOUT", "raise")
-    group = dist.new_group(list(range(world.size)))
-    group.set_timeout(datetime.timedelta(seconds=0.2))
-    tensor = torch.zeros(1)
-    if world.rank == 0:
-        work = dist.irecv(tensor, 1, group=group)
-        with pytest.raises(TimeoutError, match=r"timed out after 0\.2 s"):
-            work.wait()
-        dist.barrier()
-        work.wait(datetime.timedelta(seconds=scaled(20)))
-    else:
-        dist.barrier()
-    if world.rank == 1:
-        dist.send(tensor, 0, group=group)
-    dist.destroy_process_group(group)
 
 
 # -- the monitored barrier -------------------------------------------------------------------------------------------

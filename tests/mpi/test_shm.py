@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +18,22 @@ from mpicomm import mpi
 from mpicomm.backend.transfer import hierarchical, reductions, slots
 from mpicomm.backend.transfer.hierarchical import HierarchicalAllReduce
 from tests import nodes, reduction_guarantees
-from tests.torches import all_gather_single, reduce_scatter_single
+from tests.mpi.conftest import Make
+from tests.mpi.test_collectives import finish
 from tests.worlds import Group
 
 MIB = 2**20
 LARGE = 2 * MIB  # float32 elements: enough for the hierarchical all-reduce
-Make = Callable[..., dist.ProcessGroup]
 
 needs_two_nodes = pytest.mark.mpi(min_size=4)
 
 
 @pytest.fixture
-def make(world: mpicomm.World) -> Iterator[Make]:
-    """Create groups of all ranks, and destroy them at the end of the test."""
-    made: list[dist.ProcessGroup] = []
-
-    def new(kind: str = "") -> dist.ProcessGroup:
-        nodes.require(kind)
-        made.append(dist.new_group(list(range(world.size))))
-        if kind:
-            nodes.lead_by(kind, made[-1])
-        return made[-1]
-
-    yield new
-    for handle in made:
-        dist.destroy_process_group(handle)
+def two_nodes(make: Make, world: mpicomm.World) -> dist.ProcessGroup:
+    """A group on two nodes or more of two ranks each."""
+    if world.size % 2:
+        pytest.skip("requires nodes of equally many ranks")
+    return make("two nodes")
 
 
 @pytest.fixture(params=nodes.KINDS)
@@ -70,65 +60,17 @@ def path_of(handle: dist.ProcessGroup) -> Any:
     return handle._executor.algorithms  # type: ignore[attr-defined]
 
 
-def start_and_wait(tensor: torch.Tensor, *arguments: Any, group: dist.ProcessGroup) -> None:
-    work = dist.all_reduce(tensor, *arguments, group=group, async_op=True)
-    assert work is not None
-    work.wait()
-
-
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_many_steps(by_node: Group, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(hierarchical, "_PIECE_BYTES", 2**20)  # otherwise, each tensor here has a single piece
-    size, rank = by_node.size, by_node.rank
-    block = 5 * 2**18 // dtype.itemsize + 3
-    table = torch.arange(13)
-    rows = [table.roll(3 * each).repeat(size * block // 13 + 1)[: size * block].to(dtype) for each in range(size)]
-    total = functools.reduce(torch.add, rows)
-
-    tensor = rows[rank].clone()
+    count = by_node.size * (5 * 2**18 // dtype.itemsize + 3)
+    rows = [torch.arange(13).roll(3 * rank).repeat(count // 13 + 1)[:count].to(dtype) for rank in range(by_node.size)]
+    tensor = rows[by_node.rank].clone()
     dist.all_reduce(tensor, group=by_node.handle)
-    assert torch.equal(tensor, total)
-
-    tensor = rows[rank].clone()
-    dist.reduce(tensor, group_dst=size - 1, group=by_node.handle)
-    assert torch.equal(tensor, total if rank == size - 1 else rows[rank])
-
-    out = torch.empty(block, dtype=dtype)
-    reduce_scatter_single(out, rows[rank], group=by_node.handle)
-    assert torch.equal(out, total.view(size, block)[rank])
-
-    whole = torch.empty(size * block, dtype=dtype)
-    all_gather_single(whole, rows[rank][:block].clone(), group=by_node.handle)
-    assert torch.equal(whole, torch.cat([row[:block] for row in rows]))
-
-    tensor = rows[rank].clone()
-    dist.broadcast(tensor, group_src=0, group=by_node.handle)
-    assert torch.equal(tensor, rows[0])
-
-
-def test_parameters_and_tensors_of_inference(by_node: Group) -> None:
-    expected = torch.full((50_000,), float(by_node.size))
-    parameter = torch.nn.Parameter(torch.ones(50_000))
-    dist.all_reduce(parameter, group=by_node.handle)
-    with torch.inference_mode():
-        tensor = torch.ones(50_000)
-        dist.all_reduce(tensor, group=by_node.handle)
-    assert torch.equal(parameter, expected)
-    assert torch.equal(tensor, expected)
-    work = dist.all_reduce(tensor, dist.ReduceOp.AVG, group=by_node.handle, async_op=True)
-    assert work is not None
-    work.wait()
-    assert torch.equal(tensor, expected)
-
-
-def test_a_tensor_of_inference_outside_of_that_mode(world: mpicomm.World) -> None:
-    with torch.inference_mode():
-        tensor = torch.ones(LARGE)
-    dist.all_reduce(tensor)
-    assert bool((tensor == world.size).all())
+    assert torch.equal(tensor, functools.reduce(torch.add, rows))
 
 
 def test_narrow_integers_wrap_around(by_node: Group) -> None:
@@ -138,33 +80,6 @@ def test_narrow_integers_wrap_around(by_node: Group) -> None:
         tensor, expected = values[by_node.rank].to(dtype), values.sum(0).to(dtype)
         dist.all_reduce(tensor, group=by_node.handle)
         assert torch.equal(tensor, expected)
-
-
-def test_successive_operations_do_not_overlap(by_node: Group) -> None:
-    """A rank may start the next operation while others still read the memory of the previous one."""
-    size, rank = by_node.size, by_node.rank
-    for turn in range(40):
-        count = 1 + 997 * turn
-        tensor = torch.full((count,), float(rank + turn))
-        dist.all_reduce(tensor, group=by_node.handle)
-        assert bool((tensor == sum(range(size)) + size * turn).all())
-        whole = torch.empty(size * count)
-        all_gather_single(whole, torch.full((count,), float(rank - turn)), group=by_node.handle)
-        assert torch.equal(whole, (torch.arange(size) - float(turn)).repeat_interleave(count))
-        tensor.fill_(-1.0)
-        whole.fill_(-1.0)
-
-
-def test_the_average_of_two_ranks(world: mpicomm.World) -> None:
-    nodes.require("slots")
-    first = world.rank // 2 * 2
-    pairs = [[rank, rank + 1][: world.size - rank] for rank in range(0, world.size, 2)]
-    handle = dist.new_subgroups_by_enumeration(pairs)[0]
-    nodes.lead_by("slots", handle)
-    tensor = torch.full((1000,), float(world.rank))
-    dist.all_reduce(tensor, dist.ReduceOp.AVG, group=handle)
-    assert torch.equal(tensor, torch.full((1000,), first + (0.5 if first + 1 < world.size else 0.0)))
-    dist.destroy_process_group(handle)
 
 
 @needs_two_nodes
@@ -187,24 +102,20 @@ def test_two_levels(make: Make, world: mpicomm.World, taken: list[bool], is_by_n
 
 
 @needs_two_nodes
-def test_sums_of_nodes_are_rounded_once(make: Make, world: mpicomm.World) -> None:
+def test_sums_of_nodes_are_rounded_once(two_nodes: dist.ProcessGroup, world: mpicomm.World) -> None:
     """The sum of the first node, 1 + 2**-8, is no bfloat16 number, but the sum of all ranks is one."""
-    handle = make("two nodes")
     of_ranks = [1.0, 2.0**-8, 2.0**-8]
     value = of_ranks[world.rank] if world.rank < len(of_ranks) else 0.0
     tensor = torch.full((1000,), value, dtype=torch.bfloat16)
-    dist.all_reduce(tensor, group=handle)
+    dist.all_reduce(tensor, group=two_nodes)
     assert torch.equal(tensor, torch.full((1000,), 1 + 2.0**-7, dtype=torch.bfloat16))
 
 
 @needs_two_nodes
-def test_nodes_are_added_in_one_order_in_all_blocks(make: Make, world: mpicomm.World) -> None:
-    if world.size % 2:
-        pytest.skip("requires nodes of equally many ranks")
-    handle, count = make("two nodes"), world.size // 2
-    path = path_of(handle)
+def test_nodes_are_added_in_one_order_in_all_blocks(two_nodes: dist.ProcessGroup, world: mpicomm.World) -> None:
+    path, count = path_of(two_nodes), world.size // 2
     path.split_by_node = lambda comm: comm.Split(min(comm.rank, 2 * count - 1 - comm.rank), comm.rank)
-    dist.all_reduce(torch.ones(1000), group=handle)
+    dist.all_reduce(torch.ones(1000), group=two_nodes)
     assert path.hierarchical._across.rank == min(world.rank, 2 * count - 1 - world.rank)
 
 
@@ -242,13 +153,11 @@ def test_only_large_tensors_take_two_levels(make: Make, world: mpicomm.World, ta
 
 
 @needs_two_nodes
-def test_memory_that_one_rank_cannot_offer(make: Make, world: mpicomm.World) -> None:
+def test_memory_that_one_rank_cannot_offer(two_nodes: dist.ProcessGroup, world: mpicomm.World) -> None:
     """For example, the memory of a GPU: all ranks leave the operation to MPI."""
-    if world.size % 2:
-        pytest.skip("requires nodes of equally many ranks")
-    handle, tensor = make("two nodes"), torch.ones(1000)
-    dist.all_reduce(tensor, group=handle)
-    run = path_of(handle).hierarchical.run
+    tensor = torch.ones(1000)
+    dist.all_reduce(tensor, group=two_nodes)
+    run = path_of(two_nodes).hierarchical.run
     plan = reductions.reduction_for(dist.ReduceOp.SUM, torch.float32, world.size, "all_reduce")
     assert not run(torch.ones(1000, device="meta") if world.rank == 0 else tensor, plan)
     assert bool((tensor == world.size).all())
@@ -257,43 +166,38 @@ def test_memory_that_one_rank_cannot_offer(make: Make, world: mpicomm.World) -> 
 
 
 @needs_two_nodes
-@pytest.mark.parametrize("call", [dist.all_reduce, start_and_wait], ids=["at once", "by the worker"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["at once", "by the worker"])
 @pytest.mark.parametrize("difference", ["size", "dtype", "op"])
 def test_different_calls_are_refused_on_all_ranks(
-    make: Make, world: mpicomm.World, call: Callable[..., None], difference: str
+    two_nodes: dist.ProcessGroup, world: mpicomm.World, is_async: bool, difference: str
 ) -> None:
     """The last rank is on another node than the first one."""
-    if world.size % 2:
-        pytest.skip("requires nodes of equally many ranks")
-    handle, is_odd = make("two nodes"), world.rank == world.size - 1
+    is_odd = world.rank == world.size - 1
     tensor = torch.ones(1000 + (is_odd and difference == "size"))
     if is_odd and difference == "dtype":
         tensor = tensor.view(torch.int32)
     before, op = tensor.clone(), dist.ReduceOp.AVG if is_odd and difference == "op" else dist.ReduceOp.SUM
     with pytest.raises(RuntimeError, match="4000 to 4004 bytes" if difference == "size" else "got different calls"):
-        call(tensor, op, group=handle)
+        finish(dist.all_reduce(tensor, op, group=two_nodes, async_op=is_async))
     assert torch.equal(tensor, before)
     with pytest.raises(mpicomm.MpicommError, match="cannot be used any more"):
-        dist.all_reduce(tensor, group=handle)
+        dist.all_reduce(tensor, group=two_nodes)
 
 
 @needs_two_nodes
 def test_an_exception_within_an_operation_breaks_the_group(
-    make: Make, world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
+    two_nodes: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if world.size % 2:
-        pytest.skip("requires nodes of equally many ranks")
 
     def interrupted(_tensor: torch.Tensor) -> bool:
         raise KeyboardInterrupt
 
-    handle = make("two nodes")
-    dist.all_reduce(torch.ones(1000), group=handle)
-    monkeypatch.setattr(path_of(handle).hierarchical._node_slots, "all_gather", interrupted)
+    dist.all_reduce(torch.ones(1000), group=two_nodes)
+    monkeypatch.setattr(path_of(two_nodes).hierarchical._node_slots, "all_gather", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        dist.all_reduce(torch.ones(1000), group=handle)
+        dist.all_reduce(torch.ones(1000), group=two_nodes)
     with pytest.raises(mpicomm.MpicommError, match="was interrupted by KeyboardInterrupt"):
-        dist.all_reduce(torch.ones(1000), group=handle)
+        dist.all_reduce(torch.ones(1000), group=two_nodes)
 
 
 # -- ranks that cannot share memory ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from mpicomm.backend.transfer import slots
 from mpicomm.backend.transfer.slots import NativeSlots
 from mpicomm.recorder import flight_recorder
 from tests import nodes
+from tests.mpi.conftest import Make
 from tests.ordered_sum import ordered_sum
 from tests.time_limits import wait_until
 from tests.torches import all_gather_single, reduce_scatter_single
@@ -27,24 +28,13 @@ from tests.torches import all_gather_single, reduce_scatter_single
 KIB = 2**10
 SLOT = 2**19  # bytes
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int8, torch.int64]
-Make = Callable[[], dist.ProcessGroup]
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 
-@pytest.fixture
-def make(world: mpicomm.World) -> Iterator[Make]:
-    """Create groups of all ranks, and destroy them at the end of the test."""
+@pytest.fixture(autouse=True)
+def library() -> None:
     nodes.require("slots")
-    made: list[dist.ProcessGroup] = []
-
-    def new() -> dist.ProcessGroup:
-        made.append(dist.new_group(list(range(world.size))))
-        return made[-1]
-
-    yield new
-    for handle in made:
-        dist.destroy_process_group(handle)
 
 
 def selector_of(handle: dist.ProcessGroup) -> Any:
@@ -52,7 +42,6 @@ def selector_of(handle: dist.ProcessGroup) -> Any:
 
 
 def slots_of(comm: Any) -> NativeSlots:
-    nodes.require("slots")
     return NativeSlots(comm, slots.share_memory(comm, slots.memory_bytes(comm.size)), comm.Iprobe)
 
 
@@ -173,20 +162,15 @@ def test_a_block_may_overlap_two_others(make: Make, world: mpicomm.World, operat
 def test_a_list_of_wrong_sizes_is_refused(make: Make, world: mpicomm.World, operation: str) -> None:
     handle, rank = make(), world.rank
     tensors = [torch.zeros(5 + (each == 1)) for each in range(world.size)] if rank == 0 else None
-    call = (
-        functools.partial(dist.gather, group_dst=0)
-        if operation == "gather"
-        else functools.partial(dist.scatter, group_src=0)
-    )
     refuses = rank == 0 or (operation == "scatter" and rank == 1)
-    expected = pytest.raises(RuntimeError, match="20, 20") if refuses else contextlib.nullcontext()
-    with expected:
-        call(torch.zeros(5), tensors, group=handle)
+    with pytest.raises(RuntimeError, match="20, 20") if refuses else contextlib.nullcontext():
+        getattr(dist, operation)(torch.zeros(5), tensors, 0, group=handle)
 
 
-def test_operations_of_ranks_at_different_speeds(make: Make, world: mpicomm.World) -> None:
+@pytest.mark.parametrize("kind", ["", *nodes.KINDS])
+def test_operations_of_ranks_at_different_speeds(make: Make, world: mpicomm.World, kind: str) -> None:
     """A rank may be an operation ahead of another rank, which still reads the slots of the previous one."""
-    handle, size, rank = make(), world.size, world.rank
+    handle, size, rank = make(kind), world.size, world.rank
     generator = torch.manual_seed(rank)
     for turn in range(60):
         if torch.rand(1, generator=generator) < 0.2:
@@ -208,8 +192,7 @@ def test_operations_of_ranks_at_different_speeds(make: Make, world: mpicomm.Worl
 
 
 def test_infinite_complex_numbers(make: Make, world: mpicomm.World) -> None:
-    handle, tensor = make(), torch.full((4 * KIB,), complex(math.inf, 1.0))
-    nodes.lead_by("slots", handle)
+    handle, tensor = make("slots"), torch.full((4 * KIB,), complex(math.inf, 1.0))
     handle.allreduce([tensor]).wait()  # dist.all_reduce passes a view of real numbers
     assert torch.equal(tensor, torch.full_like(tensor, complex(math.inf, world.size)))
 

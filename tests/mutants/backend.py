@@ -11,7 +11,7 @@ MUTANTS = [
         old="tensor.is_contiguous()",
         new="True",
         fault="The fast path reduces the memory of a strided tensor as if its elements were contiguous.",
-        tests="tests/mpi/test_collectives.py -k test_all_reduce_of_every_layout",
+        tests="tests/mpi/test_collectives.py -k test_all_reduce_and_broadcast_of_every_layout",
         ranks=4,
     ),
     Mutant(
@@ -216,7 +216,7 @@ MUTANTS = [
         old="MessageWork([tensor], request, dense, operation, self)",
         new="MessageWork([tensor], request, tensor, operation, self)",
         fault="The dense copy of a tensor that is being sent is freed before the send has completed.",
-        tests="tests/mpi/test_messages.py -k 'test_ring_of_large_messages and staged'",
+        tests="tests/mpi/test_messages.py -k 'test_ring and staged'",
         ranks=4,
     ),
     Mutant(
@@ -538,7 +538,7 @@ dense = raw.to(tensor.dtype)
 _divide(dense, self.divisor)
 """,
         fault="AVG of narrow floats rounds the sum before the division: it rounds twice, and float16 overflows.",
-        tests="tests/mpi/test_narrow_floats.py -k test_an_average_whose_sum_is_beyond_the_range",
+        tests="tests/mpi/test_narrow_floats.py -k beyond_the_range",
         ranks=4,
     ),
     Mutant(
@@ -587,7 +587,7 @@ _divide(dense, self.divisor)
         "_messages",
         old="_api().Request.Waitall(requests)",
         fault="An exchange of parts that are too long for one call returns before its messages have completed.",
-        tests="tests/mpi/test_all_to_all.py -k test_even_parts",
+        tests="tests/mpi/test_all_to_all.py -k test_parts",
         ranks=4,
     ),
     Mutant(
@@ -603,7 +603,7 @@ _divide(dense, self.divisor)
         old="timeout.total_seconds()",
         new="timeout.seconds",
         fault="set_timeout() drops the days and the fractions of a second of its timeout.",
-        tests="tests/mpi/test_more_methods.py -k test_a_timeout_of_the_group_set_later",
+        tests="tests/mpi/test_composite.py -k timeout_of_a_group_over_mpi",
         ranks=4,
     ),
     Mutant(

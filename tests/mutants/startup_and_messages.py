@@ -273,7 +273,7 @@ MUTANTS = [
         old="isinstance(value, numbers.Integral) and not isinstance(value, bool)",
         new="isinstance(value, numbers.Integral)",
         fault="batch_size=True is accepted as 1.",
-        tests="tests/collective_ops/test_arguments.py -k 'the_trainer and batch_size'",
+        tests="tests/collective_ops/test_arguments.py -k 'Trainer and batch_size'",
         ranks=2,
     ),
     Mutant(

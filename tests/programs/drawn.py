@@ -17,27 +17,17 @@ import datetime
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-from tests.programs.both import Results
-from tests.programs.sets import KINDS, OURS, GroupSet, ranks_of
-from tests.worlds import Group
+from tests.programs.sets import KINDS, OURS, GroupSet, Results, ranks_of
 
 COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "all_gather_single",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-)
+    "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single",
+    "gather", "scatter", "reduce_scatter", "all_to_all", "barrier",
+)  # fmt: skip
 BLOCKING = ("objects", "callback")  # they complete within their step
 MESSAGES = ("message", "funnel")
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bfloat16)
@@ -68,70 +58,44 @@ class Operation:
     reduction: str
     is_strided: bool
 
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"#{self.number} {self.kind} {self.reduction} {dtype}[{self.count}] on {self.group}"
-
     def ends(self, size: int) -> tuple[int, int]:
         """Return the sender and the receiver of a message in a group of `size` ranks."""
         sender = self.root % size
         return sender, (sender + 1 + self.other % (size - 1)) % size
 
 
-@dataclasses.dataclass
-class Started:
-    """An operation that this rank has started, and the tensors that it writes."""
-
-    operation: Operation
-    works: list[dist.Work]
-    written: list[torch.Tensor]
-
-
 Step = tuple[str, Operation | None]
 """A step of a rank: "start", "sleep", or one of `WAITS`; and its operation."""
 
 
-class DrawnProgram:
-    """The K-th program of a seed."""
-
-    def __init__(self, seed: int, number: int) -> None:
-        self._seed = f"{seed}-{number}"
-        self._now = "not begun"
-
-    def where(self) -> str:
-        """Return a description of this rank's current step."""
-        return self._now
-
-    def __call__(self, rank: int, size: int, groups: GroupSet) -> Results:
-        """Run the program, and return the tensors that its operations wrote on this rank."""
-        operations = draw_operations(self._seed, size)
-        steps = draw_steps(operations, random.Random(f"{self._seed}-{rank}"), rank, size)
-        started: dict[int, Started] = {}
-        threads: list[threading.Thread] = []
-        for index, (what, operation) in enumerate(steps):
-            self._now = f"step {index} of {len(steps)}: {what} {operation or ''}"
-            if operation is None:
-                time.sleep(0.001)
-            elif what == "start":
-                started[operation.number] = _start(operation, groups)
-            else:
-                threads += _wait(what, started[operation.number])
-        for thread in threads:
-            thread.join()
-        return {
-            f"{each.operation} ({index})": tensor
-            for each in sorted(started.values(), key=lambda each: each.operation.number)
-            for index, tensor in enumerate(each.written)
-        }
+def run(seed: str, rank: int, size: int, groups: GroupSet) -> Results:
+    """Run the program of a seed, and return the tensors that its operations wrote on this rank."""
+    steps = draw_steps(draw_operations(seed), random.Random(f"{seed}-{rank}"), rank, size)
+    started: dict[int, Started] = {}
+    threads: list[threading.Thread] = []
+    for how, operation in steps:
+        if operation is None:
+            time.sleep(0.001)
+        elif how == "start":
+            started[operation.number] = Started(operation, groups)
+        else:
+            threads += started[operation.number].wait(how)
+    for thread in threads:
+        thread.join()
+    return {
+        f"{each.operation} ({index})": tensor
+        for _, each in sorted(started.items())
+        for index, tensor in enumerate(each.written)
+    }
 
 
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-def draw_operations(seed: str, size: int) -> list[Operation]:
+def draw_operations(seed: str) -> list[Operation]:
     """Draw the operations that all ranks share."""
     draw = random.Random(seed)
-    kinds = [*COLLECTIVES, *BLOCKING, *(MESSAGES * 4 if size > 1 else ())]
+    kinds = [*COLLECTIVES, *BLOCKING, *MESSAGES * 4]
     return [_draw_operation(draw, number, draw.choice(kinds)) for number in range(draw.randrange(5, 40))]
 
 
@@ -205,169 +169,126 @@ def _draw_wait(operation: Operation, draw: random.Random) -> Step:
 # -- execution ---------------------------------------------------------------------------------------------------------
 
 
-def _wait(how: str, started: Started) -> Iterator[threading.Thread]:
-    """Wait for an operation with the method `how`; yield the waiting thread, if it is a separate one."""
-    for work in started.works:
-        if how == "future":
-            work.get_future().wait()
-        elif how == "poll":
-            while not work.is_completed():
-                time.sleep(0.0001)
-        elif how == "thread":
-            thread = threading.Thread(target=work.wait)
-            thread.start()
-            yield thread
-        elif how == "wait":
-            work.wait()
-        else:
-            work.wait(_LONG)
+class Started:
+    """An operation that this rank has started: its works, and the tensors that it writes."""
 
+    def __init__(self, operation: Operation, groups: GroupSet) -> None:
+        self.operation = operation
+        self.written: list[torch.Tensor] = []
+        self._group = groups[operation.group]
+        self._root = operation.root % self._group.size
+        self._is_root = self._group.rank == self._root
+        self._reduction = getattr(dist.ReduceOp, operation.reduction)
+        self._is_strided = operation.is_strided and groups.backend == OURS  # Gloo requires dense tensors
+        self._options = {"group": self._group.handle, "async_op": True}
+        works = getattr(self, f"_{operation.kind}")()
+        self._works = works if isinstance(works, list) else [works]
 
-def _start(operation: Operation, groups: GroupSet) -> Started:
-    group, is_strided = groups[operation.group], operation.is_strided and groups.backend == OURS
-    data = _Data(operation, group, is_strided)
-    works, written = _STARTERS[operation.kind](operation, group, data)
-    return Started(operation, works, written)
+    def wait(self, how: str) -> Iterator[threading.Thread]:
+        """Wait for the operation with the method `how`; yield the waiting thread, if it is a separate one."""
+        for work in self._works:
+            if how == "future":
+                work.get_future().wait()
+            elif how == "poll":
+                while not work.is_completed():
+                    time.sleep(0.0001)
+            elif how == "thread":
+                thread = threading.Thread(target=work.wait)
+                thread.start()
+                yield thread
+            elif how == "wait":
+                work.wait()
+            else:
+                work.wait(_LONG)
 
-
-class _Data:
-    """The tensors of one operation on one rank."""
-
-    def __init__(self, operation: Operation, group: Group, is_strided: bool) -> None:
-        self._operation = operation
-        self._is_strided = is_strided
-        self._rank = group.rank
-
-    def filled(self, parts: int = 1) -> torch.Tensor:
+    def _filled(self, parts: int = 1) -> torch.Tensor:
         """Return small numbers that depend on the rank, the index and the operation."""
-        count = parts * self._operation.count
-        values = (torch.arange(count) * 7 + self._rank * 3 + self._operation.number) % 11
-        return self._laid_out(values.to(self._operation.dtype))
+        values = torch.arange(parts * self.operation.count) * 7 + self._group.rank * 3 + self.operation.number
+        return self._laid_out(values % 11)
 
-    def empty(self, parts: int = 1) -> torch.Tensor:
+    def _output(self, parts: int = 1) -> torch.Tensor:
         """Return a buffer for a result."""
-        return self._laid_out(torch.full((parts * self._operation.count,), 99, dtype=self._operation.dtype))
+        self.written.append(self._laid_out(torch.full((parts * self.operation.count,), 99)))
+        return self.written[-1]
+
+    def _outputs(self) -> list[torch.Tensor]:
+        return [self._output() for _ in range(self._group.size)]
+
+    def _in_place(self) -> torch.Tensor:
+        self.written.append(self._filled())
+        return self.written[-1]
 
     def _laid_out(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values, with gaps in memory for strided operations on backends that support them."""
-        if not self._is_strided:
-            return values
-        strided = torch.zeros(2 * len(values), dtype=values.dtype)[::2]
-        return strided.copy_(values)
+        """Return the values in the operation's dtype, with gaps in memory for strided operations."""
+        gap = 2 if self._is_strided else 1
+        return torch.zeros(gap * len(values), dtype=self.operation.dtype)[::gap].copy_(values)
 
+    def _all_reduce(self) -> dist.Work:
+        return dist.all_reduce(self._in_place(), self._reduction, **self._options)
 
-Begun = tuple[list[dist.Work], list[torch.Tensor]]
-"""The works of an operation, and the tensors that it writes."""
+    def _broadcast(self) -> dist.Work:
+        return dist.broadcast(self._in_place(), group_src=self._root, **self._options)
 
-Starter = Callable[[Operation, Group, _Data], Begun]
+    def _reduce(self) -> dist.Work:
+        # Gloo overwrites the tensors of the other ranks.
+        tensor = self._in_place() if self._is_root else self._filled()
+        return dist.reduce(tensor, group_dst=self._root, op=self._reduction, **self._options)
 
+    def _all_gather(self) -> dist.Work:
+        return dist.all_gather(self._outputs(), self._filled(), **self._options)
 
-def _all_reduce(operation: Operation, group: Group, data: _Data) -> Begun:
-    tensor, reduction = data.filled(), getattr(dist.ReduceOp, operation.reduction)
-    return [dist.all_reduce(tensor, reduction, group=group.handle, async_op=True)], [tensor]
+    def _all_gather_single(self) -> dist.Work:
+        return dist.all_gather_single(self._output(self._group.size), self._filled(), **self._options)
 
+    def _gather(self) -> dist.Work:
+        outputs = self._outputs() if self._is_root else None
+        return dist.gather(self._filled(), outputs, group_dst=self._root, **self._options)
 
-def _broadcast(operation: Operation, group: Group, data: _Data) -> Begun:
-    tensor = data.filled()
-    root = operation.root % group.size
-    return [dist.broadcast(tensor, group_src=root, group=group.handle, async_op=True)], [tensor]
+    def _scatter(self) -> dist.Work:
+        size = self._group.size
+        sources = list(self._filled(size).chunk(size)) if self._is_root else None
+        return dist.scatter(self._output(), sources, group_src=self._root, **self._options)
 
+    def _reduce_scatter(self) -> dist.Work:
+        source = self._filled(self._group.size)
+        return dist.reduce_scatter_single(self._output(), source, self._reduction, **self._options)
 
-def _reduce(operation: Operation, group: Group, data: _Data) -> Begun:
-    tensor, root = data.filled(), operation.root % group.size
-    reduction = getattr(dist.ReduceOp, operation.reduction)
-    work = dist.reduce(tensor, group_dst=root, op=reduction, group=group.handle, async_op=True)
-    return [work], [tensor] if group.rank == root else []  # Gloo overwrites the tensors of the other ranks
+    def _all_to_all(self) -> dist.Work:
+        size = self._group.size
+        return dist.all_to_all_single(self._output(size), self._filled(size), **self._options)
 
+    def _barrier(self) -> dist.Work:
+        return dist.barrier(**self._options)
 
-def _all_gather(operation: Operation, group: Group, data: _Data) -> Begun:
-    outputs = [data.empty() for _ in range(group.size)]
-    return [dist.all_gather(outputs, data.filled(), group=group.handle, async_op=True)], outputs
+    def _objects(self) -> list[dist.Work]:
+        gathered: list[int] = [-1] * self._group.size
+        dist.all_gather_object(gathered, self._group.rank * self.operation.number, group=self._group.handle)
+        self.written.append(torch.tensor(gathered))
+        return []
 
+    def _callback(self) -> list[dist.Work]:
+        """Start an operation whose callback calls two further operations."""
+        first, second = self._in_place(), self._in_place()
 
-def _all_gather_single(operation: Operation, group: Group, data: _Data) -> Begun:
-    output = data.empty(group.size)
-    return [dist.all_gather_single(output, data.filled(), group=group.handle, async_op=True)], [output]
+        def further(_future: torch.futures.Future) -> None:
+            dist.all_reduce(second, dist.ReduceOp.MAX, group=self._group.handle)
+            dist.broadcast(second, group_src=self._root, **self._options).wait()
 
+        work = dist.all_reduce(first, dist.ReduceOp.MIN, **self._options)
+        work.get_future().then(further).wait()
+        return []
 
-def _gather(operation: Operation, group: Group, data: _Data) -> Begun:
-    root = operation.root % group.size
-    outputs = [data.empty() for _ in range(group.size)] if group.rank == root else None
-    work = dist.gather(data.filled(), outputs, group_dst=root, group=group.handle, async_op=True)
-    return [work], outputs or []
+    def _message(self) -> dist.Work:
+        sender, receiver = self.operation.ends(self._group.size)
+        options = {"group": self._group.handle, "tag": self.operation.tag}
+        if self._group.rank == sender:
+            return dist.isend(self._filled(), group_dst=receiver, **options)
+        return dist.irecv(self._output(), group_src=sender, **options)
 
-
-def _scatter(operation: Operation, group: Group, data: _Data) -> Begun:
-    output, root = data.empty(), operation.root % group.size
-    sources = list(data.filled(group.size).chunk(group.size)) if group.rank == root else None
-    return [dist.scatter(output, sources, group_src=root, group=group.handle, async_op=True)], [output]
-
-
-def _reduce_scatter(operation: Operation, group: Group, data: _Data) -> Begun:
-    output, source = data.empty(), data.filled(group.size)
-    reduction = getattr(dist.ReduceOp, operation.reduction)
-    return [dist.reduce_scatter_single(output, source, reduction, group=group.handle, async_op=True)], [output]
-
-
-def _all_to_all(operation: Operation, group: Group, data: _Data) -> Begun:
-    output = data.empty(group.size)
-    return [dist.all_to_all_single(output, data.filled(group.size), group=group.handle, async_op=True)], [output]
-
-
-def _barrier(operation: Operation, group: Group, data: _Data) -> Begun:
-    return [dist.barrier(group=group.handle, async_op=True)], []
-
-
-def _objects(operation: Operation, group: Group, data: _Data) -> Begun:
-    gathered: list[int] = [-1] * group.size
-    dist.all_gather_object(gathered, group.rank * operation.number, group=group.handle)
-    return [], [torch.tensor(gathered)]
-
-
-def _callback(operation: Operation, group: Group, data: _Data) -> Begun:
-    """Start an operation whose callback calls two further operations."""
-    first, second = data.filled(), data.filled()
-
-    def further(_future: torch.futures.Future) -> None:
-        dist.all_reduce(second, dist.ReduceOp.MAX, group=group.handle)
-        dist.broadcast(second, group_src=operation.root % group.size, group=group.handle, async_op=True).wait()
-
-    work = dist.all_reduce(first, dist.ReduceOp.MIN, group=group.handle, async_op=True)
-    work.get_future().then(further).wait()
-    return [], [first, second]
-
-
-def _message(operation: Operation, group: Group, data: _Data) -> Begun:
-    sender, receiver = operation.ends(group.size)
-    if group.rank == sender:
-        return [dist.isend(data.filled(), group_dst=receiver, group=group.handle, tag=operation.tag)], []
-    tensor = data.empty()
-    return [dist.irecv(tensor, group_src=sender, group=group.handle, tag=operation.tag)], [tensor]
-
-
-def _funnel(operation: Operation, group: Group, data: _Data) -> Begun:
-    """Send equal messages from all ranks to one rank, which receives them from any source."""
-    root = operation.root % group.size
-    if group.rank != root:
-        same = torch.full((operation.count,), operation.number, dtype=operation.dtype)
-        return [dist.isend(same, group_dst=root, group=group.handle, tag=operation.tag)], []
-    tensors = [data.empty() for _ in range(group.size - 1)]
-    return [dist.irecv(tensor, group=group.handle, tag=operation.tag) for tensor in tensors], tensors
-
-
-_STARTERS: dict[str, Starter] = {
-    "all_reduce": _all_reduce,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "all_gather": _all_gather,
-    "all_gather_single": _all_gather_single,
-    "gather": _gather,
-    "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "barrier": _barrier,
-    "objects": _objects,
-    "callback": _callback,
-    "message": _message,
-    "funnel": _funnel,
-}
+    def _funnel(self) -> dist.Work | list[dist.Work]:
+        """Send equal messages from all ranks to one rank, which receives them from any source."""
+        options = {"group": self._group.handle, "tag": self.operation.tag}
+        if self._is_root:
+            return [dist.irecv(self._output(), **options) for _ in range(self._group.size - 1)]
+        same = torch.full((self.operation.count,), self.operation.number, dtype=self.operation.dtype)
+        return dist.isend(same, group_dst=self._root, **options)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 
 from tests.worlds import Group
@@ -24,12 +25,13 @@ class GroupSet:
     def __getitem__(self, kind: str) -> Group:
         return self.named[kind]
 
-    def __contains__(self, kind: str) -> bool:
-        return kind in self.named
-
     def make(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Create another group of this backend; torch requires this call on all ranks."""
         return dist.new_group(list(ranks), backend=self.backend)
+
+
+Results = dict[str, torch.Tensor]
+Program = Callable[[int, int, GroupSet], Results]
 
 
 def ranks_of(kind: str, rank: int, size: int) -> list[int]:

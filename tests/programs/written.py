@@ -5,15 +5,10 @@ A program is a function of rank, size and groups that returns tensors by name. `
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
-from tests.programs.both import Program, Results
-from tests.programs.sets import GroupSet
+from tests.programs.sets import GroupSet, Program, Results
 from tests.worlds import Group
 
 PROGRAMS: dict[str, Program] = {}
@@ -25,20 +20,6 @@ def program(run: Program) -> Program:
     """Add a program to `PROGRAMS`."""
     PROGRAMS[run.__name__] = run
     return run
-
-
-def program_of_ranks(least: int) -> Callable[[Program], Program]:
-    """Add a program to `PROGRAMS`, where it does nothing on fewer than `least` ranks."""
-
-    def take(run: Program) -> Program:
-        @program
-        @functools.wraps(run)
-        def run_with_enough(rank: int, size: int, groups: GroupSet) -> Results:
-            return run(rank, size, groups) if size >= least else {}
-
-        return run_with_enough
-
-    return take
 
 
 def full(count: int, value: float) -> torch.Tensor:
@@ -57,7 +38,7 @@ def numbered(tensors: list[torch.Tensor]) -> Results:
 # -- collectives and messages ------------------------------------------------------------------------------------------
 
 
-@program_of_ranks(2)
+@program
 def message_inside_an_all_reduce(rank: int, size: int, groups: GroupSet) -> Results:
     """Rank 0 starts an all_reduce, receives, then waits; rank 1 sends, then calls all_reduce."""
     group, total, message = groups["world"].handle, full(1000, rank), full(BIG, -1)
@@ -73,20 +54,7 @@ def message_inside_an_all_reduce(rank: int, size: int, groups: GroupSet) -> Resu
     return {"total": total, "message": message}
 
 
-@program_of_ranks(2)
-def large_sends_before_any_receive(rank: int, size: int, groups: GroupSet) -> Results:
-    group, after, before = groups["copy"].handle, (rank + 1) % size, (rank - 1) % size
-    sends = [dist.isend(full(BIG, rank), group_dst=peer, group=group, tag=peer) for peer in {after, before}]
-    dist.barrier(group=group)
-    received = {peer: full(BIG, -1) for peer in sorted({after, before})}
-    for peer, tensor in received.items():
-        dist.recv(tensor, group_src=peer, group=group, tag=rank)
-    for work in sends:
-        work.wait()
-    return numbered(list(received.values()))
-
-
-@program_of_ranks(2)
+@program
 def large_messages_cross_collectives(rank: int, size: int, groups: GroupSet) -> Results:
     world, copy, received = groups["world"], groups["copy"], full(BIG, -1)
     send = dist.isend(full(BIG, rank), group_dst=(rank + 1) % size, group=world.handle)
@@ -100,7 +68,7 @@ def large_messages_cross_collectives(rank: int, size: int, groups: GroupSet) -> 
     return numbered([first, second, third, received])
 
 
-@program_of_ranks(2)
+@program
 def any_source_beside_a_collective(rank: int, size: int, groups: GroupSet) -> Results:
     """Rank 0 answers requests from any source while an all_reduce is in progress."""
     group, total, rounds = groups["world"], full(10, rank), 5
@@ -119,7 +87,7 @@ def any_source_beside_a_collective(rank: int, size: int, groups: GroupSet) -> Re
     return {"total": total, "answers": answers}
 
 
-@program_of_ranks(2)
+@program
 def tags_out_of_order(rank: int, size: int, groups: GroupSet) -> Results:
     group, after, before = groups["world"], (rank + 1) % size, (rank - 1) % size
     total = full(1000, rank)
@@ -142,7 +110,7 @@ def synchronous_on_one_group_inside_another(rank: int, size: int, groups: GroupS
     work = start(outer, groups["world"])
     inner = full(10, 1 + rank)
     for kind in ("copy", "parity", "left", "right"):
-        if kind in groups:
+        if kind in groups.named:
             dist.all_reduce(inner, group=groups[kind].handle)
     work.wait()
     return {"outer": outer, "inner": inner}
@@ -169,31 +137,6 @@ def short_lived_group(rank: int, size: int, groups: GroupSet) -> Results:
 
 
 @program
-def synchronous_behind_asynchronous(rank: int, size: int, groups: GroupSet) -> Results:
-    group = groups["world"]
-    tensors = [full(30_000, rank + number) for number in range(6)]
-    works = [start(tensor, group) for tensor in tensors]
-    last = full(4, rank)
-    dist.all_reduce(last, group=group.handle)
-    dist.broadcast(last[:2], group_src=0, group=group.handle)
-    gathered = [full(4, -1) for _ in range(size)]
-    dist.all_gather(gathered, last, group=group.handle)
-    for work in works:
-        work.wait()
-    return numbered([*tensors, *gathered])
-
-
-@program
-def dropped_works(rank: int, size: int, groups: GroupSet) -> Results:
-    group = groups["world"]
-    tensors = [full(10_000, rank + number) for number in range(10)]
-    for tensor in tensors:
-        start(tensor, group)
-    dist.barrier(group=group.handle)
-    return numbered(tensors)
-
-
-@program
 def a_callback_starts_operations(rank: int, size: int, groups: GroupSet) -> Results:
     """The callback calls operations on the same group and on another group; its own callback calls a third one."""
     tensor, other, last = full(1000, rank), full(10, rank), full(3, rank)
@@ -212,7 +155,7 @@ def a_callback_starts_operations(rank: int, size: int, groups: GroupSet) -> Resu
     return {"tensor": tensor, "other": other, "last": last}
 
 
-@program_of_ranks(2)
+@program
 def a_callback_sends_messages(rank: int, size: int, groups: GroupSet) -> Results:
     group, tensor, received = groups["world"], full(1000, rank), full(BIG, -1)
 
@@ -223,41 +166,3 @@ def a_callback_sends_messages(rank: int, size: int, groups: GroupSet) -> Results
 
     start(tensor, group).get_future().then(exchange).wait()
     return {"tensor": tensor, "received": received}
-
-
-# -- typical combinations ----------------------------------------------------------------------------------------------
-
-
-@program
-def buckets(rank: int, size: int, groups: GroupSet) -> Results:
-    """Data-parallel training: buffer broadcasts, averages of buckets as they complete, a flag on another group."""
-    group, control = groups["world"], groups["copy"]
-    weights = [full(count, 1) for count in (300_000, 10_000, 70_000, 100)]
-    flag = torch.ones(1, dtype=torch.int32)
-    for step in range(4):
-        buffer = full(16, 10 * rank + step)
-        dist.broadcast(buffer, group_src=0, group=group.handle)
-        agreed = dist.all_reduce(flag, dist.ReduceOp.MAX, group=control.handle, async_op=True)
-        futures = []
-        for weight in reversed(weights):
-            gradient = (weight + rank + buffer[0]).fmod(8)
-            futures.append(start(gradient, group).get_future().then(lambda future: future.value()[0] / size))
-        for weight, future in zip(reversed(weights), futures, strict=True):
-            weight.sub_(future.wait())
-        agreed.wait()
-    return numbered(weights)
-
-
-@program_of_ranks(3)
-def a_callback_added_late(rank: int, size: int, groups: GroupSet) -> Results:
-    """Two operations are queued, then the first gets a callback; on other ranks possibly not."""
-    group, first, second, third = groups["world"], full(3, rank), full(1000, rank), full(5, rank)
-    if rank == size - 1:
-        time.sleep(0.1)
-    works = [start(first, group), start(second, group)]
-    if rank == 1:
-        for work in works:
-            work.wait()
-    works[0].get_future().then(lambda _future: dist.all_reduce(third, group=group.handle)).wait()
-    works[1].wait()
-    return numbered([first, second, third])
