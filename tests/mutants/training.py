@@ -605,6 +605,13 @@ with torch_internals.outside_workers():
     ),
     # -- gradients and figures ------------------------------------------------------------------------------
     Mutant(
+        "TrainingStep.__init__",
+        old="weakref.proxy(parts)",
+        new="parts",
+        fault="A deleted trainer keeps its memory until the garbage collector runs.",
+        tests="tests/unit/test_assembly.py -k garbage_collector",
+    ),
+    Mutant(
         "bf16_compression_hook",
         old="dist.ReduceOp.AVG",
         new="dist.ReduceOp.SUM",
