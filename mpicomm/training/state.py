@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
+from mpicomm.metrics_file import ENTRY_FIELDS
 from mpicomm.training import batches, checkpoint, randomness
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from mpicomm.training.assembly import Assembly
 
 History = list[dict[str, float]]
+
+EVALUATION_FIELDS = ENTRY_FIELDS | {"loss", "samples", "eval_loss", "eval_samples"}
+"""The fields of the entries of an evaluation and of an epoch in the history, which metrics must not have as names."""
 
 
 @dataclasses.dataclass
