@@ -31,6 +31,13 @@ MUTANTS = [
     ),
     Mutant(
         "Reporter.write",
+        old="self._sinks",
+        new="self._sinks[:1]",
+        fault="Only the metrics file gets the entries, and not the loggers.",
+        tests="tests/unit/test_reporting.py -k each_sink",
+    ),
+    Mutant(
+        "Reporter.write",
         old="sink(entry)",
         new="break",
         fault="Neither the metrics file nor the loggers get entries.",
