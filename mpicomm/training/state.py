@@ -159,6 +159,7 @@ def shared_state(parts: Assembly, *, has_callbacks: bool = True) -> dict[str, An
     """Return the objects that are equal on all ranks; without callbacks before their `on_setup`."""
     return {
         "position": dataclasses.asdict(parts.position),
+        "reduced": parts.metrics.reduced,
         "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
         "scaler": parts.precision.scaler.state_dict(),
         "callbacks": parts.callbacks.states() if has_callbacks else {},
@@ -173,6 +174,7 @@ def load_shared_state(parts: Assembly, run: Mapping[str, Any]) -> None:
     parts.callbacks.load(run["callbacks"])
     for name, value in run["position"].items():
         setattr(parts.position, name, value)
+    parts.metrics.restore_reduced(run.get("reduced", {}))  # checkpoints of earlier commits lack them
 
 
 def restore(checkpoints: Checkpoints, parts: Assembly, train: DataSource) -> None:

@@ -182,6 +182,15 @@ class StepMetrics:
             self._reduced[name] = before + total, weight_before + weight
         return sums[0], int(sums[1])
 
+    @property
+    def reduced(self) -> Sums:
+        """The sums of all ranks since the last step entry; the same on all ranks."""
+        return dict(self._reduced)
+
+    def restore_reduced(self, sums: Sums) -> None:
+        """Continue with these sums of all ranks."""
+        self._reduced = dict(sums)
+
     def take_means(self) -> dict[str, float]:
         """Return the means over all ranks since the last call, by name."""
         sums, self._reduced = self._reduced, {}

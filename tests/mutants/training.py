@@ -58,6 +58,25 @@ finally:
     ),
     Mutant(
         "load_shared_state",
+        old='parts.metrics.restore_reduced(run.get("reduced", {}))',
+        fault="After a return to copies of shards, the next step entry contains the losses of discarded steps.",
+        tests="tests/unit/test_training_state.py -k sums_of_its_steps",
+    ),
+    Mutant(
+        "TrainingLoop._take_step",
+        old="""
+samples = {} if is_taken else rank_sync.gather_nonfinite_samples(step, is_finite)
+losses = metrics.add_reduced(self.run.votes()[1]) if recovers else (0.0, 0)
+""",
+        new="""
+losses = metrics.add_reduced(self.run.votes()[1]) if recovers else (0.0, 0)
+samples = {} if is_taken else rank_sync.gather_nonfinite_samples(step, is_finite)
+""",
+        fault="A skipped step that a failure interrupts counts twice in the next step entry.",
+        tests="tests/unit/test_step_metrics.py -k counts_once",
+    ),
+    Mutant(
+        "load_shared_state",
         old='parts.callbacks.load(run["callbacks"])',
         fault="A resumed run starts with new states of its callbacks.",
         tests="tests/training/test_callbacks.py -k in_parts",
