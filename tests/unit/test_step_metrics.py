@@ -67,3 +67,19 @@ def test_a_skipped_step_in_which_a_rank_fails_counts_once(monkeypatch: pytest.Mo
     with pytest.raises(RankFailedError):
         TrainingLoop._take_step(loop, Step([]), 4)
     assert metrics.reduced == {}
+
+
+def test_both_reductions_of_a_step_of_a_stream_count_as_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def reduce(values: list[float], _: Any) -> list[float]:
+        calls.append("reduce")
+        return values
+
+    monkeypatch.setattr(rank_sync, "_reduce", reduce)
+    source: Any = types.SimpleNamespace(is_counted=False)
+    timer: Any = types.SimpleNamespace(add=calls.append)
+    steps = iter([Step([Batch(torch.ones(2), 2, None)])])
+    (step,) = rank_sync.aligned_steps(source, steps, lambda: Step([]), timer)
+    assert step.total == 2
+    assert calls == ["data", "reduce", "reduce", "communication", "data", "reduce", "communication"]
