@@ -5,6 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant(
+        "StepVote.__exit__",
+        old="_unfinished.append(self)",
+        new="pass",
+        fault="After an error in a step that the program catches, MPI writes the sums of the vote to released memory.",
+        tests="tests/unit/test_step_vote.py -k one_rank",
+    ),
     # -- agreement of the ranks -----------------------------------------------------------------------------
     Mutant(
         "StepVote.result",
