@@ -11,12 +11,35 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 NAME = "metrics.jsonl"
 PARTS = ("data", "compute", "communication")
 """The parts of the time of steps; a step entry has the seconds of each known part, as `data_s`."""
+
+ENTRY_FIELDS = frozenset({"event", "time", "step", "epoch", "consumed"})
+"""The fields that each entry has."""
+
+
+def check_names(names: Iterable[str], call: str, fields: Collection[str] = ENTRY_FIELDS, entry: str = "entry") -> None:
+    """Check that the names of values of the user are not those of fields, whose values they would replace.
+
+    Args:
+        names: The names.
+        call: The function that takes them, for the error.
+        fields: The fields of the entry.
+        entry: What kind of entry it is, for the error.
+
+    Raises:
+        ValueError: If one of the names is that of a field.
+    """
+    for name in names:
+        if name in fields:
+            raise ValueError(
+                f"{call}: {name!r} is the name of a field of each {entry}.\nUse another name, such as 'my_{name}'."
+            )
 
 
 class MetricsFile:

@@ -1,4 +1,4 @@
-"""Tables, durations as text, and whether the output of this process is shown on a terminal, and its width.
+"""Tables, durations, sizes and errors as text; whether a terminal shows the output of this process, and its width.
 
 Launchers relay the output of their ranks. Open MPI gives each rank a pseudo-terminal of 80 columns even if the launcher
 itself writes to a file or a pipe; MPICH gives each rank a pipe even if it writes to a terminal. In a rank, the output
@@ -22,6 +22,7 @@ from rich.text import Text
 from mpicomm import host_info
 from mpicomm.launch.known_launchers import starts_ranks
 
+_BINARY_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _UNKNOWN_COLUMNS = 80  # width of a terminal that does not report its size
 
 
@@ -110,3 +111,14 @@ def format_duration(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     minutes, rest = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_size(nbytes: int) -> str:
+    """Return a size with a binary unit, such as 64 MiB."""
+    factor, unit = next((factor, unit) for factor, unit in _BINARY_UNITS if nbytes >= factor or factor == 1)
+    return f"{nbytes / factor:.4g} {unit}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error, or its type if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]

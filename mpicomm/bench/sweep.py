@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpicomm import terminal
 from mpicomm.backend.transfer import dtypes
 from mpicomm.bench import overlap, timing
 from mpicomm.bench.compared_backends import Backend
@@ -116,7 +117,7 @@ def _allocated(case: Case) -> tuple[MeasuredOperation | None, str]:
     try:
         return MeasuredOperation(case), ""
     except (RuntimeError, MemoryError) as error:
-        return None, _first_line(error)
+        return None, terminal.first_line(error)
 
 
 def _measure(
@@ -168,7 +169,7 @@ def _tried(operation: MeasuredOperation, backend: Backend, bench: Bench, *, asyn
         call()
         bench.settle()
     except _REFUSALS as error:
-        why = _first_line(error)
+        why = terminal.first_line(error)
     answers: list[Any] = bench.gather((why, 0 if why else operation.wrong()))
     reasons = [reason for reason, _ in answers if reason]
     if call is None or reasons:
@@ -189,10 +190,6 @@ def _wrong_after(operation: MeasuredOperation, call: Call, bench: Bench) -> int:
 def _write_zeros(operation: MeasuredOperation) -> None:
     operation.receive.zero_()
     operation.send.zero_()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "unsupported operation")
 
 
 def _waiting(start: Callable[[], Any]) -> Call:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpicomm import host_info
+from mpicomm import host_info, terminal
 from mpicomm.doctor.findings import Finding, ok, problem, warning
 
 _SHM = Path("/dev/shm")
@@ -91,7 +91,7 @@ def _check_shm(facts: MemoryFacts) -> Finding:
     )
     if not facts.shm_total:
         return problem("/dev/shm", "it is missing or cannot be written: MPI and DataLoader workers need it", remedy)
-    shown = f"{_size(facts.shm_free)} of {_size(facts.shm_total)} free"
+    shown = f"{terminal.format_size(facts.shm_free)} of {terminal.format_size(facts.shm_total)} free"
     if facts.shm_free < _LEAST_SHM:
         return problem("/dev/shm", f"{shown}: too little for MPI, whose processes fail or die by SIGBUS", remedy)
     if facts.shm_free < _ENOUGH_SHM:
@@ -108,10 +108,6 @@ def _check_huge_pages(facts: MemoryFacts) -> Finding:
         )
     note = {"madvise": " (torch requests them with THP_MEM_ALLOC_ENABLE=1, which `mpicomm run` sets)"}
     return ok("huge pages", f"transparent huge pages: {facts.huge_pages}{note.get(facts.huge_pages, '')}")
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 # -- the memory of another process -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
 
-from mpicomm import host_info, mpi, native
+from mpicomm import host_info, mpi, native, terminal
 from mpicomm.doctor.findings import Finding, from_error, ok, problem, warning
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch.mpi_library import Library
@@ -137,15 +137,11 @@ def _try_torch() -> tuple[str, str, bool]:
     try:
         import torch
     except (ImportError, OSError, RuntimeError) as error:  # OSError: a shared library is missing or broken
-        return _first_line(error), "", True
+        return terminal.first_line(error), "", True
     from mpicomm.native import c_library
 
     try:
         torch.zeros(1).numpy()
     except (RuntimeError, ImportError) as error:
-        return "", _first_line(error), c_library.load() is not None
+        return "", terminal.first_line(error), c_library.load() is not None
     return "", "", c_library.load() is not None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 # Names of backends in results files, as in bench/compared_backends.py, which imports torch and MPI.
 OURS, MPI4PY, NOTHING = "mpi", "mpi4py", "none"
 _UNKNOWN = "-"
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _INCHES_WIDE, _INCHES_EACH = 10.0, 3.6
 _TICKS = 8
 _PANELS = (("us", "latency (us)"), ("busbw", "bus bandwidth (GB/s)"))
@@ -58,7 +57,9 @@ def decode_table(rows: Rows) -> Table:
     ours = {row["model"]: row["tokens_per_s"] for row in rows if row["backend"] == OURS}
     for row in rows:
         metrics = [f"{row[name]:.1f}" for name in ("tokens_per_s", "tokens_per_s_median", "us_per_token")]
-        reductions = [str(row["all_reduces"]), _format_size(row["nbytes"])] if row["all_reduces"] else [_UNKNOWN] * 2
+        reductions = (
+            [str(row["all_reduces"]), terminal.format_size(row["nbytes"])] if row["all_reduces"] else [_UNKNOWN] * 2
+        )
         wrong = _UNKNOWN if row["wrong"] is None else str(row["wrong"])
         names = [row["model"], f"{row['parameters']:,}", row["backend"]]
         cells.append([*names, *metrics, *reductions, wrong, _ratio(row["tokens_per_s"], ours.get(row["model"]))])
@@ -82,7 +83,7 @@ def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[A
     # 2. the rows; only the first row of a size shows it
     size, cells = None, []
     for row in sorted(rows, key=lambda row: row["nbytes"]):
-        first = "" if row["nbytes"] == size else _format_size(row["nbytes"])
+        first = "" if row["nbytes"] == size else terminal.format_size(row["nbytes"])
         size = row["nbytes"]
         cells.append([first, *_cells(row), *[show(row) for show in shown.values()]])
     table = _table(_title_of(kind), ["size", "backend"], ["us", "p99", "GB/s", "bus", "wrong", *shown], cells)
@@ -145,7 +146,7 @@ def _draw(axes: Axes, rows: Rows, name: str) -> None:
     axes.set_yscale("log")
     sizes = sorted({row["nbytes"] for row in rows})
     ticks = sizes[:: max(1, -(-len(sizes) // _TICKS))]
-    axes.set_xticks(ticks, [_format_size(size) for size in ticks], fontsize="small")
+    axes.set_xticks(ticks, [terminal.format_size(size) for size in ticks], fontsize="small")
     axes.set_xticks([], minor=True)
     axes.set_xlabel("size")
     axes.grid(visible=True, alpha=0.3)
@@ -166,9 +167,3 @@ def _by_kind(rows: Rows) -> dict[tuple[str, str, bool], list[Mapping[str, Any]]]
 def _title_of(kind: tuple[str, str, bool]) -> str:
     operation, dtype, in_place = kind
     return f"{operation}, {dtype}, {'in place' if in_place else 'out of place'}"
-
-
-def _format_size(nbytes: int) -> str:
-    """Return a size with a binary unit, such as 64 MiB."""
-    factor, unit = next((factor, unit) for factor, unit in _UNITS if nbytes >= factor or factor == 1)
-    return f"{nbytes / factor:.4g} {unit}"

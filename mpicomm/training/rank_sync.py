@@ -126,17 +126,17 @@ def aligned_steps(
 
 def _aligned(steps: Iterator[Step], padding: Callable[[], Step], timer: StepTimer | None) -> Iterator[Step]:
     while True:
-        # 1. load the step, and agree on its number of samples
+        # 1. load the step, and agree on its numbers of samples and batches
         step = next(steps, Step([]))
         if timer is not None:
             timer.add("data")
         count = int(sum_over_ranks([step.count])[0])
+        most_batches = int(_reduce([len(step.batches)], dist.ReduceOp.MAX)[0]) if count else 0
         if timer is not None:
             timer.add("communication")
         if not count:
             return
         # 2. cut or pad it to the same number of batches on all ranks
-        most_batches = int(_reduce([len(step.batches)], dist.ReduceOp.MAX)[0])
         step = (step if step.batches else padding()).with_length(most_batches)
         step.total = count
         yield step

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_unfinished: list[StepVote] = []  # MPI still writes to the memory of these after an error, if fit is called again
 _SECONDS = arguments.number("a positive number of seconds", lambda value: value > 0).or_none()
 
 
@@ -132,8 +133,13 @@ class StepVote:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._comm is not None and is_of_all_ranks(error):
+        if self._comm is None:
+            return
+        if is_of_all_ranks(error):
+            self.result()
             self._comm.Free()
+        elif self._pending is not None:
+            _unfinished.append(self)
 
 
 class ResumableRun:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from mpicomm.errors import CheckpointError, raised_on_all_ranks
+from mpicomm.metrics_file import ENTRY_FIELDS
 from mpicomm.training import batches, checkpoint, randomness
 from mpicomm.training.checkpoint import Checkpoints, State
 from mpicomm.training.data import DataSource
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from mpicomm.training.assembly import Assembly
 
 History = list[dict[str, float]]
+
+EVALUATION_FIELDS = ENTRY_FIELDS | {"loss", "samples", "eval_loss", "eval_samples"}
+"""The fields of the entries of an evaluation and of an epoch in the history, which metrics must not have as names."""
 
 
 @dataclasses.dataclass
@@ -155,6 +159,7 @@ def shared_state(parts: Assembly, *, has_callbacks: bool = True) -> dict[str, An
     """Return the objects that are equal on all ranks; without callbacks before their `on_setup`."""
     return {
         "position": dataclasses.asdict(parts.position),
+        "reduced": parts.metrics.reduced,
         "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
         "scaler": parts.precision.scaler.state_dict(),
         "callbacks": parts.callbacks.states() if has_callbacks else {},
@@ -169,6 +174,7 @@ def load_shared_state(parts: Assembly, run: Mapping[str, Any]) -> None:
     parts.callbacks.load(run["callbacks"])
     for name, value in run["position"].items():
         setattr(parts.position, name, value)
+    parts.metrics.restore_reduced(run.get("reduced", {}))  # checkpoints of earlier commits lack them
 
 
 def restore(checkpoints: Checkpoints, parts: Assembly, train: DataSource) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -10,19 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm.arguments import shown
+from mpicomm import metrics_file
+from mpicomm.arguments import TEXT, shown
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import TrainingError
-from mpicomm.metrics_file import PARTS
+from mpicomm.metrics_file import ENTRY_FIELDS, PARTS
 from mpicomm.recorder import flight_recorder
 from mpicomm.training import rank_sync
 from mpicomm.training.data import Batch
 
-STEP_FIELDS = frozenset(
-    {"event", "time", "step", "epoch", "consumed", "loss", "lr", "samples_per_s", "memory_mib"}
-    | {f"{part}_s" for part in PARTS}
-)
+STEP_FIELDS = ENTRY_FIELDS | {"loss", "lr", "samples_per_s", "memory_mib", *(f"{part}_s" for part in PARTS)}
 """The names of a step entry, which logged values must not have."""
 
 LOSS = "loss"
@@ -78,15 +77,12 @@ class StepMetrics:
             call: The function of the values, for errors.
 
         Raises:
-            TypeError: If a value is neither a number nor a tensor.
+            TypeError: If a name is not a str, or a value is neither a real number nor a tensor of one.
             ValueError: If a tensor has more than one element, or the step entry has a field of that name.
         """
         for name, value in values.items():
-            if name in STEP_FIELDS:
-                raise ValueError(
-                    f"{call}: {name!r} is the name of a field of each step entry.\n"
-                    f"Use another name, such as 'my_{name}'."
-                )
+            TEXT.check(name, "the name of a value", call)
+            metrics_file.check_names([name], call, STEP_FIELDS, "step entry")
             number = _number(f"{call}: {name}", value)
             if self._weight:
                 self._of_batch.append((name, number, self._weight))
@@ -186,6 +182,15 @@ class StepMetrics:
             self._reduced[name] = before + total, weight_before + weight
         return sums[0], int(sums[1])
 
+    @property
+    def reduced(self) -> Sums:
+        """The sums of all ranks since the last step entry; the same on all ranks."""
+        return dict(self._reduced)
+
+    def restore_reduced(self, sums: Sums) -> None:
+        """Continue with these sums of all ranks."""
+        self._reduced = dict(sums)
+
     def take_means(self) -> dict[str, float]:
         """Return the means over all ranks since the last call, by name."""
         sums, self._reduced = self._reduced, {}
@@ -204,14 +209,15 @@ def _number(label: str, value: Any) -> Any:
                 f"{label} must be a number or a tensor of one element, got a tensor of shape {list(value.shape)}.\n"
                 f"Pass a statistic of it, such as its mean()."
             )
-        return value.item() if value.device.type == "cpu" else value.detach().double().reshape(())
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{label} must be a number or a tensor of one element, got {shown(value)} ({type(value).__name__}).\n"
-            f"Pass a number."
-        ) from None
+        if not value.is_complex():
+            return value.item() if value.device.type == "cpu" else value.detach().double().reshape(())
+    elif not isinstance(value, (str, bytes)):  # float("0.5") is a number
+        with contextlib.suppress(TypeError, ValueError):
+            return float(value)
+    raise TypeError(
+        f"{label} must be a number or a tensor of one element, got {shown(value)} ({type(value).__name__}).\n"
+        f"Pass a number."
+    )
 
 
 def _not_finite(step: int, indices: Sequence[int] | None, value: float) -> TrainingError:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpicomm import arguments
+from mpicomm import arguments, metrics_file
 from mpicomm.arguments import FLAG, PATH, POSITIVE, TEXT
 from mpicomm.errors import MpicommError
 from mpicomm.job import session
@@ -27,6 +27,7 @@ from mpicomm.training import (
     parallel,
     randomness,
     rank_sync,
+    state,
     training_loop,
 )
 from mpicomm.training.assembly import Assembly
@@ -401,13 +402,14 @@ class Trainer:
             TypeError: If the data or a batch have an unsupported type or structure, or `metrics` is not a mapping of
                 names.
             ValueError: If nothing limits the run, a limit is not positive, a dataset is empty, a metric is not callable
-                or has a wrong shape, or `monitor` is not a metric of an epoch.
+                or has a wrong shape or the name of a field of the trainer, or `monitor` is not a metric of an epoch.
         """
         # 1. check the arguments
         accum, schedule = self._options.loader.grad_accum_steps, self._options.schedule
         is_evaluated, has_callbacks = eval_data is not None, bool(self._callbacks)
         limits = RunLimits(epochs, max_steps, max_time, eval_every, limit_batches, accum, has_callbacks, is_evaluated)
         evaluation.METRICS.check(metrics, "metrics", "fit")
+        metrics_file.check_names(metrics or (), "fit: metrics", state.EVALUATION_FIELDS)
         SHARD.check(shard, "shard", "fit")
         SHARD.check(eval_shard, "eval_shard", "fit")
         metrics, monitored = metrics or {}, "loss"
@@ -450,8 +452,12 @@ class Trainer:
         Args:
             event: The name of the entry, other than those of the trainer.
             **values: Its content, which must be suitable for JSON.
+
+        Raises:
+            ValueError: If each entry has a field of the name of a value.
         """
         TEXT.check(event, "event", "write_metrics")
+        metrics_file.check_names(values, "write_metrics")
         self._reporter.write(event, self.position, **values)
 
     @foreign_arguments.suggest_arguments("evaluate")

@@ -168,14 +168,15 @@ class TrainingLoop:
             # begun to change theirs. All that differs between ranks is therefore shared before the update.
             parallel.share_buffers(self.parts.wrapped.inner)
         self.run.start_vote(is_finite=is_finite, numbers=metrics.take() if recovers else ())
-        losses = metrics.add_reduced(self.run.votes()[1]) if recovers else (0.0, 0)
         is_taken = not self.parts.options.skips or not self.run.votes()[0].nonfinite
+        samples = {} if is_taken else rank_sync.gather_nonfinite_samples(step, is_finite)
+        # After the other operations: a failure of a rank in one of them repeats the step, which must count once.
+        losses = metrics.add_reduced(self.run.votes()[1]) if recovers else (0.0, 0)
         if is_taken:
             self._last_step = step
             if self.parts.step.update():
                 self._step_scheduler("step")
         else:
-            samples = rank_sync.gather_nonfinite_samples(step, is_finite)
             self.parts.step.discard()
             self.reporter.write("skipped", self.position, rank_samples=samples)
         timer.add("compute")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,10 @@ class TrainingStep:
 
     def __init__(self, parts: Assembly, loss_fn: LossFunction | None) -> None:
         self.loss_fn, self._own_step, self._options = loss_fn, parts.options.own_step, parts.options
-        self.parts, self._wrapped, self._device = parts, parts.wrapped, parts.world.device
+        # Without a reference cycle, a deleted trainer releases the memory of its model at once. The garbage collector
+        # would run late: it counts objects, not their bytes.
+        self.parts: Assembly = weakref.proxy(parts)
+        self._wrapped, self._device = parts.wrapped, parts.world.device
         self._buffers: list[torch.Tensor] = []
         self._is_first = self._is_first_call = True
         self.is_taken = False

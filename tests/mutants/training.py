@@ -5,6 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant(
+        "StepVote.__exit__",
+        old="_unfinished.append(self)",
+        new="pass",
+        fault="After an error in a step that the program catches, MPI writes the sums of the vote to released memory.",
+        tests="tests/unit/test_step_vote.py -k one_rank",
+    ),
     # -- agreement of the ranks -----------------------------------------------------------------------------
     Mutant(
         "StepVote.result",
@@ -55,6 +62,25 @@ finally:
         fault="Training continues from the averaged parameters after an evaluation.",
         tests="tests/training/test_callbacks.py -k ema_averages",
         ranks=2,
+    ),
+    Mutant(
+        "load_shared_state",
+        old='parts.metrics.restore_reduced(run.get("reduced", {}))',
+        fault="After a return to copies of shards, the next step entry contains the losses of discarded steps.",
+        tests="tests/unit/test_training_state.py -k sums_of_its_steps",
+    ),
+    Mutant(
+        "TrainingLoop._take_step",
+        old="""
+samples = {} if is_taken else rank_sync.gather_nonfinite_samples(step, is_finite)
+losses = metrics.add_reduced(self.run.votes()[1]) if recovers else (0.0, 0)
+""",
+        new="""
+losses = metrics.add_reduced(self.run.votes()[1]) if recovers else (0.0, 0)
+samples = {} if is_taken else rank_sync.gather_nonfinite_samples(step, is_finite)
+""",
+        fault="A skipped step that a failure interrupts counts twice in the next step entry.",
+        tests="tests/unit/test_step_metrics.py -k counts_once",
     ),
     Mutant(
         "load_shared_state",
@@ -604,6 +630,13 @@ with torch_internals.outside_workers():
         tests="tests/training/test_data_product.py -k 'each_interruption and whole'",
     ),
     # -- gradients and figures ------------------------------------------------------------------------------
+    Mutant(
+        "TrainingStep.__init__",
+        old="weakref.proxy(parts)",
+        new="parts",
+        fault="A deleted trainer keeps its memory until the garbage collector runs.",
+        tests="tests/unit/test_assembly.py -k garbage_collector",
+    ),
     Mutant(
         "bf16_compression_hook",
         old="dist.ReduceOp.AVG",

@@ -89,6 +89,17 @@ def test_hooks_are_called_in_order_on_all_ranks(world: mpicomm.World, directory:
     assert gathered == [recorder.events] * world.size
 
 
+def test_values_with_the_name_of_a_field_are_refused(world: mpicomm.World) -> None:
+    data = samples(4 * world.size)
+    trainer = make_trainer(None, make_model(), batch_size=4)
+    with pytest.raises(ValueError, match=r"write_metrics: 'step' is the name of a field of each entry.\nUse another"):
+        trainer.write_metrics("mine", step=99)
+    for name in ("time", "samples"):
+        with pytest.raises(ValueError, match=f"fit: metrics: '{name}' is the name of a field of each entry"):
+            trainer.fit(data, 1, data, {name: lambda outputs, targets: outputs.mean()})
+    assert trainer.position.step == 0
+
+
 def test_several_callbacks_of_one_class_are_called(world: mpicomm.World) -> None:
     recorders = [Recorder(), Recorder()]
     data = samples(4 * world.size)

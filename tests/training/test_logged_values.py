@@ -126,6 +126,8 @@ def test_a_resumed_run_logs_the_values_of_an_uninterrupted_run(world: mpicomm.Wo
     [
         ({"loss": 1.0}, ValueError, "log: 'loss' is the name of a field of each step entry"),
         ({"a": torch.ones(2)}, ValueError, r"log: a must be a number or a tensor of one element, got .* shape \[2\]"),
+        ({"a": "0.5"}, TypeError, r"log: a must be a number or a tensor of one element, got '0.5' \(str\)"),
+        ({"a": torch.tensor(1j)}, TypeError, r"log: a must be a number or a tensor of one element, got tensor\(0"),
         ({"a": "text"}, TypeError, r"log: a must be a number or a tensor of one element, got 'text' \(str\)"),
     ],
 )

@@ -151,6 +151,7 @@ def pair_by_hand(data: Any, batch: int) -> list[torch.Tensor]:
         (lambda loss: {"other": loss}, TypeError, r"training_step must return a tensor .* got a NoneType"),
         (lambda loss: loss.detach(), ValueError, r"training_step must return a loss that depends on"),
         (lambda loss: {"loss": loss, "step": 1.0}, ValueError, r"training_step: 'step' is the name of a field"),
+        (lambda loss: {"loss": loss, 1: 2.0}, TypeError, "training_step: the name of a value must be a str, got 1"),
         (lambda loss: {"loss": loss, "a": torch.ones(2)}, ValueError, r"training_step: a must be a number or a tensor"),
     ],
 )

