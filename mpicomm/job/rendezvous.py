@@ -173,7 +173,8 @@ def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -
 
 
 def _given_port(environ: Mapping[str, str]) -> int:
-    return int(PORT.read(environ.get("MASTER_PORT") or "0", "MASTER_PORT"))
+    text = environ.get("MASTER_PORT") or "0"
+    return 0 if text == "0" else int(PORT.read(text, "MASTER_PORT"))  # 0, for any port, is not documented
 
 
 def _given_addresses(environ: Mapping[str, str], interface: str | None, num_nodes: int) -> list[str]:

@@ -78,7 +78,8 @@ def _check(request: StartRequest, launch: Launch) -> None:
             f"{launch.title} did not set {' and '.join(missing)}, and the ranks cannot agree on it without MPI.\n"
             f"Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, on all ranks."
         )
-    PORT.read(os.environ["MASTER_PORT"], "MASTER_PORT")
+    remedy = "Set MASTER_PORT to a free port of rank 0's host, on all ranks."
+    PORT.read(os.environ["MASTER_PORT"], "MASTER_PORT", remedy)
     request.refuse_other_group()
 
 
