@@ -899,10 +899,9 @@ else:
     ),
     Mutant(
         "run_briefly",
-        old='None, ""',
-        new='process.returncode, ""',
-        fault="A launcher that times out at a probe is reported as killed by a signal.",
-        tests="tests/unit/test_attempts.py -k takes_too_long",
+        old="process.kill()",
+        fault="After Ctrl-C, a launcher that ignores it continues in the background.",
+        tests="tests/unit/test_attempts.py -k ignores_its_signals",
     ),
     Mutant(
         "_check_scheduler",
