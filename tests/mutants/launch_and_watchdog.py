@@ -220,6 +220,12 @@ MUTANTS = [
     ),
     Mutant(
         "Coordinator.handle",
+        old="self._actions = []",
+        fault="The actions of an event, also of one whose handling failed, are carried out again with the next one.",
+        tests="tests/unit/test_coordinator.py -k whose_handling_fails",
+    ),
+    Mutant(
+        "Coordinator.handle",
         old="len(self._exits) < self.size",
         new="True",
         fault="A finished job is aborted because mpicomm run has ended.",

@@ -235,6 +235,16 @@ def test_the_actions_after_a_death_are_returned_in_their_order() -> None:
     assert coordinator.handle(Tick(), LAUNCHER) == [Abort(1)]
 
 
+def test_the_actions_of_an_event_whose_handling_fails_are_not_those_of_the_next(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(court.coordinator, "_collect", None)  # the call of it fails, after the acknowledgement
+    with pytest.raises(TypeError):
+        court.hang(1)
+    court.tick()
+    assert (court.to_one, court.to_all) == ([], [])
+
+
 def test_a_cause_is_printed_although_claiming_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def claim() -> bool:
         raise OSError("the store has ended")
