@@ -503,6 +503,13 @@ if answers and all(answers) and number in _STOPS:
         tests="tests/launch/test_failures.py -k test_one_rank_is_missing",
     ),
     Mutant(
+        "wait_for_all_ranks",
+        old="barrier.withdraw()",
+        fault="bootstrap(comm=...) waits without a limit for a rank that gave up in an earlier attempt.",
+        tests="tests/mpi/test_start_barrier.py",
+        ranks=2,
+    ),
+    Mutant(
         "assign",
         old="rank % len(uuids)",
         new="0",
