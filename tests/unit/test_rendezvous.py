@@ -262,9 +262,9 @@ def test_several_nodes_never_listen_on_loopback(names: dict[str, list[str]], mon
     """The addresses to which the host's name resolves are first."""
     addresses = ["127.0.0.1", "10.0.0.1", "10.1.0.1", "::1", "fd00::1"]
     monkeypatch.setattr(interfaces, "listed", lambda: [(f"if{i}", each) for i, each in enumerate(addresses)])
-    assert rendezvous.own_addresses() == ["10.0.0.1", "10.1.0.1", "fd00::1"]
+    assert interfaces.own_addresses() == ["10.0.0.1", "10.1.0.1", "fd00::1"]
     names[socket.gethostname()] = ["127.0.1.1", "10.1.0.1"]
-    assert rendezvous.own_addresses() == ["10.1.0.1", "10.0.0.1", "fd00::1"]
+    assert interfaces.own_addresses() == ["10.1.0.1", "10.0.0.1", "fd00::1"]
 
 
 def test_a_port_in_use_is_refused_with_the_reason() -> None:
