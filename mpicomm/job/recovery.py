@@ -174,7 +174,7 @@ def _time_limit(last: Session, operation: str) -> Iterator[None]:
 
     def end() -> None:
         error_output.print_stderr(
-            f"[mpicomm] {session.place_of(last.world)}: {operation} timed out after {seconds:g} s: "
+            f"[mpicomm] {session.describe_rank(last.world)}: {operation} timed out after {seconds:g} s: "
             f"a rank that has not failed does not take part; aborting the job\n"
             f"Find the rank that is stopped or busy, or increase the timeout of bootstrap().\n"
         )

@@ -122,7 +122,7 @@ class Watchdog:
         self._is_acknowledged = threading.Event()
         self._next_tick = 0.0
         self._has_failed = False
-        self._about = {"size": place.size, "host": place.hosts[place.rank]}  # for the dump files
+        self._dump_fields = {"size": place.size, "host": place.hosts[place.rank]}  # for the dump files
         self._term_at = math.inf  # when SIGTERM ends this process
         self._exit_at = math.inf  # once the job is ending: when this process exits if the launcher has not ended it
 
@@ -547,7 +547,7 @@ class Watchdog:
     def _write_files(self) -> None:
         if self._limits.directory is not None:
             offset = self._clock.offset()
-            problem = dump.try_write(self._limits.directory, self.place.rank, self._about, offset, _WRITE_SECONDS)
+            problem = dump.try_write(self._limits.directory, self.place.rank, self._dump_fields, offset, _WRITE_SECONDS)
             if problem:  # the report is printed all the same
                 self._report(protocol.DumpFailed(self.place.rank, problem))
 

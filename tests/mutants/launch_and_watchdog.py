@@ -274,8 +274,8 @@ MUTANTS = [
     ),
     Mutant(
         "Watchdog._write_files",
-        old="dump.try_write(self._limits.directory, self.place.rank, self._about, offset, _WRITE_SECONDS)",
-        new="dump.try_write(self._limits.directory, self.place.hub, self._about, offset, _WRITE_SECONDS)",
+        old="dump.try_write(self._limits.directory, self.place.rank, self._dump_fields, offset, _WRITE_SECONDS)",
+        new="dump.try_write(self._limits.directory, self.place.hub, self._dump_fields, offset, _WRITE_SECONDS)",
         fault="A rank writes its operations and stacks into the dump files of its hub.",
         tests="tests/launch/test_leaving.py -k test_all_ranks_write_files",
     ),
