@@ -58,9 +58,9 @@ def towards(address: str) -> str | None:
 def address_towards(address: str) -> str | None:
     """Return this host's address on the route to another address; None if it cannot be determined."""
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, endpoint = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # on a datagram socket: looks up the route, sends no packet
+            probe.connect(endpoint)  # on a datagram socket: looks up the route, sends no packet
             return str(probe.getsockname()[0])
     except OSError:
         return None

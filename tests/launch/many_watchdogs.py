@@ -108,11 +108,11 @@ class Noted(Watchdog):
         self._job = job
 
     def print_report(self, text: str) -> None:
-        self._job.note("printed", rank=self.place.rank, text=text)
+        self._job.note("printed", rank=self.rank_info.rank, text=text)
 
     def _report(self, message: Message) -> None:
         if isinstance(message, protocol.LateOperation):
-            self._job.note("asked", rank=self.place.rank)
+            self._job.note("asked", rank=self.rank_info.rank)
         super()._report(message)
 
 

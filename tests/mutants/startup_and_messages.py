@@ -428,7 +428,7 @@ MUTANTS = [
     ),
     Mutant(
         "ConnectedRanks._local_processes",
-        old="self._place.nodes[rank] == here",
+        old="self._rank_info.nodes[rank] == here",
         new="True",
         fault="A hub kills a process of its host that has the pid of a rank on another host.",
         tests="tests/unit/test_rank_reports.py -k another_host",

@@ -251,8 +251,8 @@ def test_a_cause_is_printed_although_claiming_it_fails(monkeypatch: pytest.Monke
 
     printed: list[str] = []
     monkeypatch.setattr(Watchdog, "print_report", lambda _, text: printed.append(text))
-    place = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
-    watch = Watchdog(place, Channel(0, bytes(32)), WatchdogSettings(HANG_SECONDS, None), os._exit, claim)
+    rank_info = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
+    watch = Watchdog(rank_info, Channel(0, bytes(32)), WatchdogSettings(HANG_SECONDS, None), os._exit, claim)
     watch._send_to_rank_0(protocol.RankDied(2, "closed", None))
     watch._run_once()
     error, report = printed
@@ -265,8 +265,8 @@ def test_a_rank_that_calls_os_exit_writes_its_files_before_it_ends(monkeypatch: 
     sent: list[Message] = []
     monkeypatch.setattr(Watchdog, "_send_to_ranks", lambda _, message: sent.append(message))
     monkeypatch.setattr(Watchdog, "print_report", lambda _, text: None)
-    place = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
-    watch = Watchdog(place, Channel(0, bytes(32)), WatchdogSettings(HANG_SECONDS, None), os._exit, lambda: True)
+    rank_info = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
+    watch = Watchdog(rank_info, Channel(0, bytes(32)), WatchdogSettings(HANG_SECONDS, None), os._exit, lambda: True)
     watch._send_to_rank_0(protocol.ExitingAtOnce(2, 3))
     watch._run_once()
     assert sent == [JobEnding(files=True), Acknowledgement(2)]
