@@ -20,6 +20,7 @@ Timeout = float | datetime.timedelta | None
 
 _SHOWN = 500  # the most characters of a value in a message
 _LONGEST_TIMEOUT = 1e9  # seconds: 31 years, so that a larger value is probably an error
+_MOST_DIGITS = 18  # of a whole number in a variable: it fits in 64 bits; int() refuses more than 4,300 digits
 _LONGEST_GAP = 1.0  # seconds between two checks of a deadline that count
 
 
@@ -156,20 +157,34 @@ class Variable:
 
     parse: Callable[[str], Any] = str
 
-    def read(self, text: str, name: str) -> Any:
+    def read(self, text: str, name: str, remedy: str = "") -> Any:
         """Return the value of a variable.
+
+        Args:
+            text: Its text.
+            name: Its name, for the message.
+            remedy: The last line of the message; by default, to correct or unset the variable.
 
         Raises:
             LaunchError: If it is invalid.
         """
         if not self.is_valid(text):
-            raise LaunchError(f"{name} must be {self.expected}, got {text}.\nCorrect it, or unset it{self.default}.")
+            remedy = remedy or f"Correct it, or unset it{self.default}."
+            raise LaunchError(f"{name} must be {self.expected}, got {shown(text)}.\n{remedy}")
         return self.parse(text)
 
 
 def whole_number(least: int, most: float = float("inf")) -> Callable[[str], bool]:
-    """Return a check whether a text is a whole number within limits; unlike int(), isdigit() accepts `²`."""
-    return lambda text: text.isdecimal() and least <= int(text) <= most
+    """Return a check whether a text, without blanks around it, is a whole number within limits.
+
+    Unlike int(), isdigit() accepts `²`.
+    """
+
+    def is_valid(text: str) -> bool:
+        digits = text.strip()
+        return digits.isdecimal() and len(digits) <= _MOST_DIGITS and least <= int(digits) <= most
+
+    return is_valid
 
 
 def _is_real(value: Any) -> bool:
@@ -180,7 +195,7 @@ FLAG = instance("True or False", bool)
 TEXT = instance("a str", str)
 POSITIVE = integer(1)
 PATH = instance("a path (a str or an os.PathLike)", str, os.PathLike)
-PORT = Variable("a number from 1 to 65535", whole_number(0, 65535), parse=int)  # 0, for any port, is not documented
+PORT = Variable("a number from 1 to 65535", whole_number(1, 65535), parse=int)
 
 
 class Deadline:

@@ -20,7 +20,9 @@ _START_TAG = 32701
 _NAMED = 16  # the most missing ranks that a message lists
 _START_PAUSE = 0.01  # seconds between two polls at the start, where late ranks still import their program
 _GRACE = 5.0  # seconds that a rank waits for rank 0's answer after its own timeout
-_STILL_WAITING = -1  # an answer before the last one, in place of the number of missing ranks
+# In place of the number of missing ranks:
+_STILL_WAITING = -1  # an answer before the last one
+_WITHDRAWN = -2  # a rank waits no longer for rank 0
 
 
 class ReportingBarrier:
@@ -61,8 +63,8 @@ class ReportingBarrier:
 
         def have_all_arrived() -> bool:
             while (received := self._receive()) is not None:
-                rank, message = received
-                self._reached[rank] = message[0]
+                rank, (number, count, *_) = received
+                self._reached[rank] = 0 if count == _WITHDRAWN else number
                 if acknowledges:
                     self._send(rank, _STILL_WAITING, [])
             return min(self._reached) >= self._number
@@ -90,6 +92,13 @@ class ReportingBarrier:
             return None
         _, count, *ranks = answers[0]
         return count, ranks[: min(max(count, 0), _NAMED)]
+
+    def withdraw(self) -> None:
+        """Report to rank 0 that this rank waits no longer.
+
+        Otherwise rank 0 would count it as present if it waits later, perhaps in the next barrier of this number.
+        """
+        self._send(0, _WITHDRAWN, [])
 
     def complete_sends(self) -> None:
         """Wait until all messages of this rank have been sent."""
@@ -165,6 +174,7 @@ def wait_for_all_ranks(
         while (answer is None or answer[0] == _STILL_WAITING) and rest.count_down() > 0:
             answer = barrier.receive_answer(rest) or answer
         if answer is None or answer[0] == _STILL_WAITING:
+            barrier.withdraw()
             raise RendezvousError(
                 f"{phase}: timed out after {timeout + _GRACE:.0f} s waiting for rank 0{_at(0, hosts)}.\n"
                 f"Check the output of rank 0: it is blocked, or needs a longer bootstrap(timeout=...)."

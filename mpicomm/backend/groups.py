@@ -105,7 +105,7 @@ def end_all(error: RankFailedError, cause: str) -> None:
         cause: Why the groups cannot be used any more, for later calls.
     """
     for executor in list(_executors):
-        executor.end(error)
+        executor.end_after_rank_failure(error)
     flight_recorder.end_all(cause)
 
 

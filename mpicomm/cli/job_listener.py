@@ -153,9 +153,9 @@ class JobListener:
         self._selector = selector
         self._waiting: set[Connection] = set()  # authenticated, but no job has started
         self._of: dict[Connection, Job] = {}
-        addresses = ("127.0.0.1",) if is_local else _addresses()
+        addresses = ([] if is_local else interfaces.own_addresses()) or ["127.0.0.1"]
         listener = _listen(is_local=is_local)
-        self.parent = Parent(addresses, listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+        self.parent = Parent(tuple(addresses), listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
         self._server = Server(selector, listener, self.parent.token, SUPERVISOR, (0,), self._admit, host_timeout)
 
     @property
@@ -225,9 +225,3 @@ def _listen(*, is_local: bool) -> socket.socket:
         with contextlib.suppress(OSError):  # IPv6 may be disabled
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
-
-
-def _addresses() -> tuple[str, ...]:
-    """Return the addresses of this host, without loopback unless there is no other."""
-    addresses = [address for _, address in interfaces.listed() if not address.startswith(("127.", "::1"))]
-    return tuple(addresses) or ("127.0.0.1",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -130,7 +131,8 @@ def run_briefly(start: Start) -> tuple[int | None, str]:
     """Run a launch of a short program without showing its output.
 
     Returns:
-        The exit status, None after 60 seconds, and the output of all ranks and of the launcher.
+        The exit status, and the output of all ranks and of the launcher. The status is None if the launcher has not
+        ended after 60 seconds, when it gets SIGTERM; it is killed 10 seconds later.
 
     Raises:
         OSError: If the launcher cannot be executed.
@@ -147,12 +149,14 @@ def run_briefly(start: Start) -> tuple[int | None, str]:
         try:
             output, _ = process.communicate(timeout=_BRIEF_SECONDS)
         except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher ends its ranks
-            try:
-                process.communicate(timeout=_TERM_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
             return None, ""
+        finally:  # also after Ctrl-C, which a launcher may ignore; all of this has no effect on one that has ended
+            try:
+                process.terminate()  # the launcher ends its ranks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_TERM_SECONDS)
+            finally:
+                process.kill()
     return process.returncode, output
 
 

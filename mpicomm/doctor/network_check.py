@@ -43,8 +43,7 @@ def collect(environ: Mapping[str, str]) -> NetworkFacts:
     name, addresses, error = socket.gethostname(), [], ""
     start = time.monotonic()
     try:
-        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
+        addresses = interfaces.addresses_of(name)
     except (OSError, UnicodeError) as failure:
         error = getattr(failure, "strerror", None) or str(failure)
     seconds = time.monotonic() - start

@@ -146,8 +146,8 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> Pat
     if (last := session.current()) is None:
         raise MpicommError("dump_flight_recorder: mpicomm is not initialized.\nCall mpicomm.bootstrap() first.")
     world = last.world
-    about = {"size": world.size, "host": world.hostname}
+    fields = {"size": world.size, "host": world.hostname}
     offset = None if last.watch is None else last.watch.clock_offset()
     if directory is None and last.dumps is not None:
-        return dump.write(last.dumps, world.rank, about, offset, is_of_job=True)
-    return dump.write(directory or session.DUMPS, world.rank, about, offset)
+        return dump.write(last.dumps, world.rank, fields, offset, is_of_job=True)
+    return dump.write(directory or session.DUMPS, world.rank, fields, offset)

@@ -28,6 +28,27 @@ def listed() -> list[tuple[str, str]]:
     return addresses + _ipv6()
 
 
+def own_addresses() -> list[str]:
+    """Return the addresses of this host except loopback; those to which its name resolves come first."""
+    addresses = [address for _, address in listed() if not ipaddress.ip_address(address).is_loopback]
+    try:
+        named = addresses_of(socket.gethostname())
+    except (OSError, UnicodeError):
+        named = []
+    return sorted(addresses, key=lambda address: address not in named)
+
+
+def addresses_of(name: str) -> list[str]:
+    """Return the addresses to which the name of a host resolves.
+
+    Raises:
+        OSError: If it does not resolve.
+        UnicodeError: If it is no valid name; Python's codec for host names raises it.
+    """
+    infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(info[4][0]) for info in infos))
+
+
 def towards(address: str) -> str | None:
     """Return the name of the interface on the route to an address; None if it cannot be determined."""
     own_address = address_towards(address)
@@ -37,9 +58,9 @@ def towards(address: str) -> str | None:
 def address_towards(address: str) -> str | None:
     """Return this host's address on the route to another address; None if it cannot be determined."""
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, endpoint = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # on a datagram socket: looks up the route, sends no packet
+            probe.connect(endpoint)  # on a datagram socket: looks up the route, sends no packet
             return str(probe.getsockname()[0])
     except OSError:
         return None

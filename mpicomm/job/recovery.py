@@ -35,7 +35,7 @@ _ATTEMPTS = 2  # to form a world of the same processes
 class Survivors:
     """The processes that are left of a world, before the next one is formed."""
 
-    comm: Intracomm
+    next_comm: Intracomm
     """All processes: the ranks of the next world in their order, then the spares; COMM_NULL on a finished rank."""
 
     size: int
@@ -63,39 +63,39 @@ def recover() -> World:
         MpicommError: If `bootstrap(on_failure="recover")` has not been called, no rank has failed, or the new world
             cannot be formed.
     """
-    last = session.current()
-    if last is None or not last.is_open or last.failures is None:
+    last_session = session.current()
+    if last_session is None or not last_session.is_open or last_session.failures is None:
         raise MpicommError(
             'recover: the job was not started with on_failure="recover".\n'
             'Call mpicomm.bootstrap(on_failure="recover"), and start the job with mpicomm run --fault-tolerant.'
         )
-    if last.failures.is_aborting:
+    if last_session.failures.is_aborting:
         time.sleep(_ABORT_SECONDS)
         raise MpicommError("recover: the job is being aborted.\nCheck the output of the other ranks for the cause.")
-    if not last.failures.wait_until_known():
+    if not last_session.failures.wait_until_known():
         raise MpicommError(
             "recover: no rank has failed.\nCall recover() only after an operation has raised RankFailedError."
         )
-    return recover_from(last).world
+    return recover_from(last_session).world
 
 
-def recover_from(last: Session) -> Session:
+def recover_from(last_session: Session) -> Session:
     """End the last world, and form the next one of the processes that are left (collective over these)."""
-    assert last.job.process_comm is not None
+    assert last_session.job.process_comm is not None
     start = time.monotonic()
-    _end_world(last)
-    comm, finished = last.job.process_comm, frozenset[int]()
+    _end_world(last_session)
+    comm, finished = last_session.job.process_comm, frozenset[int]()
     size, attempts, error = 0, 0, None
-    with _time_limit(last, "recover()"):
+    with _time_limit(last_session, "recover()"):
         while True:
             # 1. find the processes that are left; until then, the watchdog of the last world reports ranks that hang
-            comm, left = find_survivors(comm, last, finished)
-            last.stop_watching()
+            _, survivors = find_survivors(comm, last_session, finished)
+            last_session.stop_watching()
             mpi.forget_revoked()
-            comm, finished = left.comm, left.finished
-            if not left.size:
+            comm, finished = survivors.next_comm, survivors.finished
+            if not survivors.size:
                 raise SystemExit(0)  # of a spare: all ranks have finished
-            _check_enough(last, left)
+            _check_enough(last_session, survivors)
             attempts = attempts + 1 if comm.size == size else 1  # no process has failed in the last attempt, or one has
             if attempts > _ATTEMPTS:
                 raise MpicommError(
@@ -103,41 +103,52 @@ def recover_from(last: Session) -> Session:
                     f"Correct the cause, and start the job again."
                 ) from error
             # 2. form the next world
-            following, size, error = None, comm.size, None
+            next_session, size, error = None, comm.size, None
             try:
-                job = mpi_job.rejoin(comm, left.size, last.request, last.settings, last.job)
-                following = session_setup.create(last.request, last.launch, last.settings, job, last.shutdown, last)
-                session_setup.open_session(following)
+                job = mpi_job.rejoin(
+                    comm, survivors.size, last_session.request, last_session.settings, last_session.job
+                )
+                next_session = session_setup.create(
+                    last_session.request,
+                    last_session.launch,
+                    last_session.settings,
+                    job,
+                    last_session.shutdown,
+                    last_session,
+                )
+                session_setup.open_session(next_session)
             except Exception as caught:  # noqa: BLE001  if another process has failed, the next attempt is without it
                 error = caught
                 mpi.revoke_all()
                 comm.Revoke()  # other processes may wait for this one
             # 3. all processes agree that they have formed it
-            if agreement.succeeded_on_all(comm, error is None) and following is not None:
+            if agreement.succeeded_on_all(comm, error is None) and next_session is not None:
                 break
-            if following is not None:
-                _end_world(following)
-                following.stop_watching()
-    session.set_current(following)
+            if next_session is not None:
+                _end_world(next_session)
+                next_session.stop_watching()
+    session.set_current(next_session)
     if comm.rank == 0:
-        number, seconds = following.world.recoveries, time.monotonic() - start
+        number, seconds = next_session.world.recoveries, time.monotonic() - start
         error_output.print_stderr(
-            f"[mpicomm] {_describe(last, left)}; continuing with {following.world.size} ranks after {seconds:.2f} s "
-            f"(recovery {number})\n"
+            f"[mpicomm] {_describe(last_session, survivors)}; continuing with {next_session.world.size} ranks "
+            f"after {seconds:.2f} s (recovery {number})\n"
         )
-    return following
+    return next_session
 
 
-def leave_without_failed(last: Session) -> None:
+def leave_without_failed(last_session: Session) -> None:
     """End this rank's part in a world in which another rank has failed: it has finished, so it does not continue."""
-    assert last.job.process_comm is not None
-    _end_world(last)
-    with _time_limit(last, "shutdown()"):
-        comm, left = find_survivors(last.job.process_comm, last, frozenset(), is_finished=True)
-    if comm.rank == 0 and not left.size and last.settings.parent:
+    assert last_session.job.process_comm is not None
+    _end_world(last_session)
+    with _time_limit(last_session, "shutdown()"):
+        shrunk_comm, survivors = find_survivors(
+            last_session.job.process_comm, last_session, frozenset(), is_finished=True
+        )
+    if shrunk_comm.rank == 0 and not survivors.size and last_session.settings.parent:
         # The last rank 0 may have failed. If other ranks continue, rank 0 of the next world reports their end.
         with contextlib.suppress(OSError, ValueError):
-            parent_link.report_end(parent_link.Parent.parse(last.settings.parent), last.name)
+            parent_link.report_end(parent_link.Parent.parse(last_session.settings.parent), last_session.name)
 
 
 def wait_as_spare() -> None:
@@ -164,21 +175,21 @@ def _end_world(ended: Session) -> None:
 
 
 @contextlib.contextmanager
-def _time_limit(last: Session, operation: str) -> Iterator[None]:
+def _time_limit(last_session: Session, operation: str) -> Iterator[None]:
     """Abort the job at the timeout of operations: MPI waits without a limit for a process that does not respond.
 
     Args:
         operation: The function that the user has called.
     """
-    seconds = max(last.request.operation_timeout.total_seconds(), _SHORTEST_LIMIT)
+    seconds = max(last_session.request.operation_timeout.total_seconds(), _SHORTEST_LIMIT)
 
     def end() -> None:
         error_output.print_stderr(
-            f"[mpicomm] {session.place_of(last.world)}: {operation} timed out after {seconds:g} s: "
+            f"[mpicomm] {session.describe_rank(last_session.world)}: {operation} timed out after {seconds:g} s: "
             f"a rank that has not failed does not take part; aborting the job\n"
             f"Find the rank that is stopped or busy, or increase the timeout of bootstrap().\n"
         )
-        session_setup.abort(1, last.job.process_comm)
+        session_setup.abort(1, last_session.job.process_comm)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -193,7 +204,7 @@ def _time_limit(last: Session, operation: str) -> Iterator[None]:
 
 
 def find_survivors(
-    comm: Intracomm, last: Session, finished: frozenset[int], *, is_finished: bool = False
+    comm: Intracomm, last_session: Session, finished: frozenset[int], *, is_finished: bool = False
 ) -> tuple[Intracomm, Survivors]:
     """Find the processes that are left, and order them for the next world (collective over these processes).
 
@@ -202,14 +213,14 @@ def find_survivors(
 
     Args:
         comm: The communicator of all processes of the last world; it is revoked.
-        last: The session of this process in it.
+        last_session: The session of this process in it.
         finished: The ranks that are known to have finished.
         is_finished: Whether this process has reached the end of the program: it only agrees on the failed ranks.
 
     Returns:
-        A communicator of all processes that are left, and these processes.
+        The shrunk communicator of all processes that are left, finished ranks too, and these processes.
     """
-    rank = None if last.job.is_spare else last.world.rank
+    rank = None if last_session.job.is_spare else last_session.world.rank
     error: Exception | None = None
     while True:
         before = comm.size
@@ -218,14 +229,14 @@ def find_survivors(
         agreement.succeeded_on_all(comm, True)
         if comm.size == before and error is not None and not isinstance(error, mpi.api().Exception):
             raise error  # no process has failed: it is not the consequence of a failure
-        left, error = None, None
+        survivors, error = None, None
         try:
-            left = _order(comm, rank, last.job.plan.size, finished, is_finished=is_finished)
+            survivors = _order(comm, rank, last_session.job.plan.size, finished, is_finished=is_finished)
         except Exception as caught:  # noqa: BLE001  see above
             comm.Revoke()  # other processes may wait for this one
             error = caught
-        if agreement.succeeded_on_all(comm, error is None) and left is not None:
-            return comm, left
+        if agreement.succeeded_on_all(comm, error is None) and survivors is not None:
+            return comm, survivors
 
 
 def _order(comm: Intracomm, rank: int | None, size: int, finished: frozenset[int], *, is_finished: bool) -> Survivors:
@@ -239,22 +250,23 @@ def _order(comm: Intracomm, rank: int | None, size: int, finished: frozenset[int
         is_finished: Whether this process has finished.
     """
     # 1. the surviving, the finished and the failed ranks
-    of_all: list[tuple[int | None, bool]] = comm.allgather((rank, is_finished))
-    ranks = [rank for rank, _ in of_all if rank is not None]
-    finished = finished | {rank for rank, has_finished in of_all if has_finished and rank is not None}
+    states: list[tuple[int | None, bool]] = comm.allgather((rank, is_finished))
+    ranks = [rank for rank, _ in states if rank is not None]
+    finished = finished | {rank for rank, has_finished in states if has_finished and rank is not None}
     failed = sorted(set(range(size)) - set(ranks) - finished)
     # 2. the next ranks of the processes that continue; if all ranks have finished, no spare replaces a failed one
-    going_on = [rank for rank, has_finished in of_all if not has_finished]
-    active = [rank for rank in going_on if rank is not None]
+    continuing = [rank for rank, has_finished in states if not has_finished]
+    active = [rank for rank in continuing if rank is not None]
     vacant = failed if active else []
-    next_size = len(active) + min(len(vacant), going_on.count(None))
-    numbers = assign(going_on, vacant)
-    before = sum(1 for _, has_finished in of_all[: comm.rank] if not has_finished)
-    ordered = comm.Split(mpi.api().UNDEFINED if is_finished else 0, 0 if is_finished else numbers[before])
-    return Survivors(cast("Intracomm", ordered), next_size, tuple(failed), finished)
+    next_size = len(active) + min(len(vacant), continuing.count(None))
+    index = sum(1 for _, has_finished in states[: comm.rank] if not has_finished)  # of this process, if it continues
+    next_comm = comm.Split(
+        mpi.api().UNDEFINED if is_finished else 0, 0 if is_finished else next_ranks(continuing, vacant)[index]
+    )
+    return Survivors(cast("Intracomm", next_comm), next_size, tuple(failed), finished)
 
 
-def assign(ranks: Sequence[int | None], failed: Sequence[int]) -> list[int]:
+def next_ranks(ranks: Sequence[int | None], failed: Sequence[int]) -> list[int]:
     """Return the next rank of every process: those of the next world from 0, then those of the remaining spares.
 
     Args:
@@ -262,13 +274,13 @@ def assign(ranks: Sequence[int | None], failed: Sequence[int]) -> list[int]:
         failed: The failed ranks.
     """
     vacant = iter(failed)
-    last = max([rank for rank in ranks if rank is not None] + list(failed), default=-1)
-    numbers = []
+    highest = max([rank for rank in ranks if rank is not None] + list(failed), default=-1)
+    keys = []  # the ranks of the last world; a spare has that of a failed rank, or one behind all ranks
     for index, rank in enumerate(ranks):
-        number = next(vacant, None) if rank is None else rank
-        numbers.append(last + 1 + index if number is None else number)  # behind all ranks, in their order
-    order = {number: place for place, number in enumerate(sorted(numbers))}
-    return [order[number] for number in numbers]
+        key = next(vacant, None) if rank is None else rank
+        keys.append(highest + 1 + index if key is None else key)
+    next_rank_by_key = {key: next_rank for next_rank, key in enumerate(sorted(keys))}
+    return [next_rank_by_key[key] for key in keys]
 
 
 def _cause(comm: Intracomm, error: Exception | None) -> str:
@@ -282,22 +294,22 @@ def _cause(comm: Intracomm, error: Exception | None) -> str:
     return next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), f"{error}.")
 
 
-def _check_enough(last: Session, left: Survivors) -> None:
+def _check_enough(last_session: Session, survivors: Survivors) -> None:
     """Abort the job if fewer ranks are left than the program needs."""
-    least = last.request.min_ranks
-    if left.size >= least:
+    least = last_session.request.min_ranks
+    if survivors.size >= least:
         return
-    if left.comm.rank == 0:
+    if survivors.next_comm.rank == 0:
         error_output.print_stderr(
-            f"[mpicomm] {_describe(last, left)}; {left.size} ranks are left, fewer than min_ranks={least}; "
-            f"aborting the job\n"
+            f"[mpicomm] {_describe(last_session, survivors)}; {survivors.size} ranks are left, "
+            f"fewer than min_ranks={least}; aborting the job\n"
         )
-        session_setup.abort(1, left.comm)
+        session_setup.abort(1, survivors.next_comm)
     time.sleep(_ABORT_SECONDS)
     os._exit(1)
 
 
-def _describe(last: Session, left: Survivors) -> str:
+def _describe(last_session: Session, survivors: Survivors) -> str:
     """Return which ranks have failed, and why."""
-    assert last.failures is not None
-    return last.failures.describe(left.failed)
+    assert last_session.failures is not None
+    return last_session.failures.describe(survivors.failed)

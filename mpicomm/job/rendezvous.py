@@ -152,7 +152,7 @@ def _check_own_connection(listener: socket.socket, address: str, port: int) -> N
 def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:
     port = _given_port(environ)
     wanted = _given_addresses(environ, interface, num_nodes)
-    addresses = wanted or (["127.0.0.1", "::1"] if num_nodes == 1 else own_addresses())
+    addresses = wanted or (["127.0.0.1", "::1"] if num_nodes == 1 else interfaces.own_addresses())
     listeners, errors = [], []
     for address in addresses:
         try:
@@ -173,13 +173,20 @@ def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -
 
 
 def _given_port(environ: Mapping[str, str]) -> int:
-    return int(PORT.read(environ.get("MASTER_PORT") or "0", "MASTER_PORT"))
+    text = environ.get("MASTER_PORT") or "0"
+    return 0 if text == "0" else int(PORT.read(text, "MASTER_PORT"))  # 0, for any port, is not documented
 
 
 def _given_addresses(environ: Mapping[str, str], interface: str | None, num_nodes: int) -> list[str]:
     """Return the addresses of MASTER_ADDR or of the requested interface; empty if neither is usable or set."""
     if name := environ.get("MASTER_ADDR"):
-        addresses = _resolve(name)
+        try:
+            addresses = interfaces.addresses_of(name)
+        except (OSError, UnicodeError) as error:
+            raise LaunchError(
+                f"MASTER_ADDR={name} cannot be resolved on {socket.gethostname()}: {error}.\n"
+                f"Set it to an address of rank 0's host, or unset it to let mpicomm choose one."
+            ) from None
         # Debian's /etc/hosts maps a machine's own name to a loopback address, which other nodes cannot reach.
         if num_nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in addresses):
             return []
@@ -194,27 +201,6 @@ def _given_addresses(environ: Mapping[str, str], interface: str | None, num_node
             )
         return matching
     return []
-
-
-def _resolve(name: str) -> list[str]:
-    try:
-        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise LaunchError(
-            f"MASTER_ADDR={name} cannot be resolved on {socket.gethostname()}: {error}.\n"
-            f"Set it to an address of rank 0's host, or unset it to let mpicomm choose one."
-        ) from None
-    return list(dict.fromkeys(str(info[4][0]) for info in infos))
-
-
-def own_addresses() -> list[str]:
-    """Return the addresses of this host except loopback; those to which its name resolves come first."""
-    addresses = [address for _, address in interfaces.listed() if not ipaddress.ip_address(address).is_loopback]
-    try:
-        named = _resolve(socket.gethostname())
-    except LaunchError:
-        named = []
-    return sorted(addresses, key=lambda address: address not in named)
 
 
 def _find_reachable_address(

@@ -61,10 +61,10 @@ class World(Topology):
     """The number of times that the job has continued after failures of ranks."""
 
     def __str__(self) -> str:
-        place = place_of(self)
+        text = describe_rank(self)
         if self.num_nodes > 1:
-            place += f" (local rank {self.local_rank} of {self.local_size}, node {self.node_rank} of {self.num_nodes})"
-        return f"{place}: {self.device}, {self.backend or 'no process group'}, started by {self.launcher}"
+            text += f" (local rank {self.local_rank} of {self.local_size}, node {self.node_rank} of {self.num_nodes})"
+        return f"{text}: {self.device}, {self.backend or 'no process group'}, started by {self.launcher}"
 
     def __enter__(self) -> World:
         return self
@@ -75,7 +75,7 @@ class World(Topology):
             _current.shutdown()
 
 
-def place_of(world: World) -> str:
+def describe_rank(world: World) -> str:
     """Return the rank and its host, for messages."""
     return f"rank {world.rank} of {world.size} on {world.hostname}"
 

@@ -68,5 +68,5 @@ def shutdown_at_exit() -> None:
     except Exception:  # noqa: BLE001  an error of any kind is printed
         ended = session.current()
         assert ended is not None
-        place = session.place_of(ended.world)
-        error_output.print_stderr(f"[mpicomm] {place}: shutdown() failed at exit\n{traceback.format_exc()}")
+        rank = session.describe_rank(ended.world)
+        error_output.print_stderr(f"[mpicomm] {rank}: shutdown() failed at exit\n{traceback.format_exc()}")

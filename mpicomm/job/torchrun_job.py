@@ -78,7 +78,8 @@ def _check(request: StartRequest, launch: Launch) -> None:
             f"{launch.title} did not set {' and '.join(missing)}, and the ranks cannot agree on it without MPI.\n"
             f"Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, on all ranks."
         )
-    PORT.read(os.environ["MASTER_PORT"], "MASTER_PORT")
+    remedy = "Set MASTER_PORT to a free port of rank 0's host, on all ranks."
+    PORT.read(os.environ["MASTER_PORT"], "MASTER_PORT", remedy)
     request.refuse_other_group()
 
 
@@ -125,8 +126,8 @@ def _nodes_and_hosts(store: dist.Store, rank: int, size: int, wait_limit: float)
     store.set(f"mpicomm/place/{rank}", f"{node} {hostname}")
     keys = [f"mpicomm/place/{number}" for number in range(size)]
     try:
-        places = [place.decode().split(" ", 1) for place in store.multi_get(keys)]
+        nodes_and_hosts = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
     except dist.DistError:
         missing = [number for number in range(size) if not store.check([keys[number]])]
         raise missing_ranks.error_of("bootstrap()", wait_limit, size, len(missing), missing) from None
-    return [node for node, _ in places], [host for _, host in places]
+    return [node for node, _ in nodes_and_hosts], [host for _, host in nodes_and_hosts]

@@ -48,7 +48,7 @@ def clock_identity() -> str:
 def write(
     directory: str | os.PathLike[str],
     rank: int,
-    about: dict[str, Any],
+    fields: dict[str, Any],
     offset: ClockOffset | None = None,
     *,
     is_of_job: bool = False,
@@ -60,7 +60,7 @@ def write(
     followed. Only this user can read the files.
 
     Args:
-        about: Further fields of the JSON file.
+        fields: Further fields of the JSON file.
         offset: The difference between the clocks of this rank and rank 0; None if unknown.
         is_of_job: The directory is the job's own, in which only this user may write. Otherwise, the user has chosen it.
 
@@ -76,7 +76,7 @@ def write(
     recorded = flight_recorder.recorded()
     operations = [{**vars(operation.describe(now)), **_details(operation, now, wall)} for operation in recorded]
     clocks = {"clock": clock_identity(), "monotonic": now, "offset": None if offset is None else vars(offset)}
-    content = {"rank": rank, **about, "written": wall, **clocks, "operations": operations}
+    content = {"rank": rank, **fields, "written": wall, **clocks, "operations": operations}
     trace = torch_format.encoded(rank, recorded, now, wall)
     with _opened(folder, is_of_job=is_of_job) as handle:
         owner = os.fstat(handle).st_uid if is_of_job else None
@@ -87,7 +87,7 @@ def write(
     return path
 
 
-def try_write(directory: Path, rank: int, about: dict[str, Any], offset: ClockOffset | None, seconds: float) -> str:
+def try_write(directory: Path, rank: int, fields: dict[str, Any], offset: ClockOffset | None, seconds: float) -> str:
     """Write the files to the job's directory, and wait for at most some seconds.
 
     Returns:
@@ -97,7 +97,7 @@ def try_write(directory: Path, rank: int, about: dict[str, Any], offset: ClockOf
 
     def run() -> None:
         try:
-            write(directory, rank, about, offset, is_of_job=True)
+            write(directory, rank, fields, offset, is_of_job=True)
         except OSError as error:
             errors.append(error)
 

@@ -72,9 +72,9 @@ def trace(rank: int, operations: Sequence[Operation], now: float, wall: float) -
     config = {group.name: _config(group.name, _description(group), group.ranks) for group in groups}
     entries = []
     for record, operation, sequence in _matchable(rank, operations, groups):
-        place = _place(rank, operation)
-        config[place[0]] = _config(*place)
-        entries.append(_entry(record, operation, sequence, place, wall - now))
+        group = _matching_group(rank, operation)
+        config[group[0]] = _config(*group)
+        entries.append(_entry(record, operation, sequence, group, wall - now))
     return {"version": _VERSION, "pg_config": config, "pg_status": {}, "comm_lib_version": "", "entries": entries}
 
 
@@ -115,7 +115,7 @@ def _numbered(operations: Sequence[Operation], groups: Sequence[Group]) -> Itera
             yield record, each, sequence
 
 
-def _place(rank: int, operation: Operation) -> tuple[str, str, Sequence[int]]:
+def _matching_group(rank: int, operation: Operation) -> tuple[str, str, Sequence[int]]:
     """Return name, description and members of the group in which the analyser matches an operation."""
     group = operation.group
     if not operation.is_message:
@@ -140,14 +140,14 @@ def _config(name: str, description: str, ranks: Sequence[int]) -> dict[str, str]
 
 
 def _entry(
-    record: int, operation: Operation, sequence: int, place: tuple[str, str, Sequence[int]], epoch: float
+    record: int, operation: Operation, sequence: int, group: tuple[str, str, Sequence[int]], epoch: float
 ) -> dict[str, Any]:
     """Return an entry.
 
     Args:
         epoch: The seconds to add to the clock of the operations for seconds since the epoch.
     """
-    name, description, ranks = place
+    name, description, ranks = group
     dtypes = [] if operation.dtype is None else [_dtype(operation)]
     sizes = [] if operation.dtype is None else [[] if operation.name in _ANY_SIZE else [operation.count]]
     moments = (operation.called_at, operation.start, operation.end)

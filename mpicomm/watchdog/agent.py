@@ -80,7 +80,7 @@ class Watchdog:
 
     def __init__(
         self,
-        place: RankInfo,
+        rank_info: RankInfo,
         channel: Channel,
         limits: WatchdogSettings,
         end: Callable[[int], Any],
@@ -94,7 +94,7 @@ class Watchdog:
             claim: Returns True if no other rank has reported the cause of the job's end before.
             prepare: Called once, at the start of the watchdog's thread.
         """
-        self.place = place
+        self.rank_info = rank_info
         self._claim = claim
         self._channel = channel
         self._limits = limits
@@ -106,23 +106,23 @@ class Watchdog:
         self._is_established = False
         self._early_losses: list[ChannelEvent] = []  # before every rank had connected
         self._coordinator = None
-        if place.rank == 0:
+        if rank_info.rank == 0:
             self._coordinator = Coordinator(
-                place.hosts, place.hubs, limits.hang_seconds, spares=limits.spares, recovers=limits.recovers
+                rank_info.hosts, rank_info.hubs, limits.hang_seconds, spares=limits.spares, recovers=limits.recovers
             )
         self._events: collections.deque[coordinator.Event] = collections.deque()  # for the coordinator
         self._operations = OperationMonitor(
-            place.rank, limits.hang_seconds, limits.directory, self._report, GPUReader(limits.gpu)
+            rank_info.rank, limits.hang_seconds, limits.directory, self._report, GPUReader(limits.gpu)
         )
-        self._connected = ConnectedRanks(place, channel, self._send_to_rank_0)
-        self._rank_0 = Rank0Monitor(place, self._connected.state_of)
-        self._exit = RankExit(place.rank, self._report)
-        self._clock = ClockMonitor(place.rank)
+        self._connected = ConnectedRanks(rank_info, channel, self._send_to_rank_0)
+        self._rank_0 = Rank0Monitor(rank_info, self._connected.state_of)
+        self._exit = RankExit(rank_info.rank, self._report)
+        self._clock = ClockMonitor(rank_info.rank)
         self._answers: dict[int, queue.SimpleQueue[protocol.MissingAnswer]] = {}
         self._is_acknowledged = threading.Event()
         self._next_tick = 0.0
         self._has_failed = False
-        self._about = {"size": place.size, "host": place.hosts[place.rank]}  # for the dump files
+        self._dump_fields = {"size": rank_info.size, "host": rank_info.hosts[rank_info.rank]}  # for the dump files
         self._term_at = math.inf  # when SIGTERM ends this process
         self._exit_at = math.inf  # once the job is ending: when this process exits if the launcher has not ended it
 
@@ -148,7 +148,7 @@ class Watchdog:
 
         def attach() -> None:
             self._channel.attach_parent(connection)
-            hosts = rank_text.ranks_by_host(self.place.hosts[: self.place.size - self._limits.spares])
+            hosts = rank_text.ranks_by_host(self.rank_info.hosts[: self.rank_info.size - self._limits.spares])
             self._channel.send_to_parent(protocol.JobStarted(hosts, self._limits.job, self._limits.recovers))
             self._events.append(coordinator.ParentAttached())  # ranks may have exited during the connection's set-up
 
@@ -161,7 +161,7 @@ class Watchdog:
             program: The command line of the program.
             started: When it started, in seconds since the epoch.
         """
-        size = self.place.size - self._limits.spares
+        size = self.rank_info.size - self._limits.spares
         self._post(lambda: self._channel.accept_observers(job_files.new(self._limits.job, size, program, started)))
 
     def leave(self, status: int | None, *, is_stuck: bool, waits: bool = True, sends: bool = False) -> None:
@@ -209,12 +209,12 @@ class Watchdog:
 
     def fail(self) -> None:
         """Report that this rank has failed, and that it prints the error and aborts the job itself."""
-        self._post_report(protocol.RankAborts(self.place.rank))
+        self._post_report(protocol.RankAborts(self.rank_info.rank))
 
     def exit_at_once(self, status: int) -> None:
         """Report that this rank is about to call `os._exit`, and wait up to 0.5 s for rank 0's confirmation."""
         if self._exit_at == math.inf and threading.current_thread() is not self._thread:
-            self._post_report(protocol.ExitingAtOnce(self.place.rank, status))
+            self._post_report(protocol.ExitingAtOnce(self.rank_info.rank, status))
             self._is_acknowledged.wait(_EXIT_SECONDS)
 
     def missing(self, operation: flight_recorder.Operation) -> tuple[list[int], str]:
@@ -225,7 +225,7 @@ class Watchdog:
         """
         answers = self._answers[operation.number] = queue.SimpleQueue()
         info, needs = operation.describe(time.monotonic()), rank_text.ranges(operation.needs)
-        self._post_report(protocol.MissingQuery(self.place.rank, info, needs))
+        self._post_report(protocol.MissingQuery(self.rank_info.rank, info, needs))
         try:
             answer = answers.get(timeout=RESPONSE_SECONDS)
         except queue.Empty:
@@ -326,7 +326,7 @@ class Watchdog:
                 self._has_failed = True
                 trace = traceback.format_exc()
                 self.print_report(
-                    f"[mpicomm] the watchdog of rank {self.place.rank} caught an error and continues. "
+                    f"[mpicomm] the watchdog of rank {self.rank_info.rank} caught an error and continues. "
                     f"Report it as a bug of mpicomm:\n{trace}"
                 )
             time.sleep(_ERROR_SECONDS)
@@ -370,7 +370,7 @@ class Watchdog:
             # The launcher may have sent it because a rank has died, which rank 0 is about to report.
             self._term_at = now + _TERM_SECONDS
             if not self._exit.is_reported:
-                self._report(protocol.RankTerminated(self.place.rank))
+                self._report(protocol.RankTerminated(self.rank_info.rank))
         if now >= self._term_at:
             self._channel.close_observers()
             signals.end_by_sigterm()
@@ -404,7 +404,7 @@ class Watchdog:
             self._rank_0.record_response()  # the next world has another rank 0
             if not self._exit.all_exited.is_set():
                 cause = hang_report.cause_of_loss(event.lost, event.crash)
-                self._send_to_ranks(protocol.ContinueWithout({str(self.place.hub): cause}))
+                self._send_to_ranks(protocol.ContinueWithout({str(self.rank_info.hub): cause}))
         elif not self._exit.all_exited.is_set():
             self._rank_0.record_loss(event.lost, event.crash)
 
@@ -446,11 +446,11 @@ class Watchdog:
         if not isinstance(message, protocol.ToOneRank):
             self._channel.send_down(message)
             self._receive_from_rank_0(message)
-        elif message.to == self.place.rank:
+        elif message.to == self.rank_info.rank:
             self._receive_from_rank_0(message)
         else:
-            hub = self.place.hubs[message.to]
-            self._channel.send_to(message.to if hub == self.place.rank else hub, message)
+            hub = self.rank_info.hubs[message.to]
+            self._channel.send_to(message.to if hub == self.rank_info.rank else hub, message)
 
     def _receive_from_rank_0(self, message: Message) -> None:
         match message:
@@ -461,7 +461,7 @@ class Watchdog:
                     self._write_files()
                 status = self._operations.status(now, with_usage=message.usage)
                 self._operations.report_ended_waits()  # before it sends the status, of which they are no part any more
-                self._report(protocol.StatusReport(self.place.rank, message.number, status))
+                self._report(protocol.StatusReport(self.rank_info.rank, message.number, status))
             case protocol.MissingAnswer():
                 if message.number in self._answers:
                     self._answers[message.number].put(message)
@@ -518,8 +518,10 @@ class Watchdog:
             self._channel.send_down(protocol.JobEnding(files=True))
         self._write_files()
         self._kill_unresponsive_processes()
-        if self.place.rank <= error_output.MAX_REPORTERS:
-            self.print_report(f"[mpicomm] {cause}; rank {self.place.rank} aborts the job.\n{self._own_row()}{remedy}")
+        if self.rank_info.rank <= error_output.MAX_REPORTERS:
+            self.print_report(
+                f"[mpicomm] {cause}; rank {self.rank_info.rank} aborts the job.\n{self._own_row()}{remedy}"
+            )
         time.sleep(_TERM_SECONDS)  # launchers forward output by pipes
         self._abort(1)
 
@@ -542,14 +544,16 @@ class Watchdog:
         error_output.print_stderr(text.rstrip("\n") + "\n")
 
     def _own_row(self) -> str:
-        return hang_report.table({self.place.rank: self._operations.status(time.monotonic())}, self.place.hosts)
+        return hang_report.table({self.rank_info.rank: self._operations.status(time.monotonic())}, self.rank_info.hosts)
 
     def _write_files(self) -> None:
         if self._limits.directory is not None:
             offset = self._clock.offset()
-            problem = dump.try_write(self._limits.directory, self.place.rank, self._about, offset, _WRITE_SECONDS)
+            problem = dump.try_write(
+                self._limits.directory, self.rank_info.rank, self._dump_fields, offset, _WRITE_SECONDS
+            )
             if problem:  # the report is printed all the same
-                self._report(protocol.DumpFailed(self.place.rank, problem))
+                self._report(protocol.DumpFailed(self.rank_info.rank, problem))
 
 
 _current: Watchdog | None = None

@@ -55,13 +55,13 @@ def start_watchdog(
         parent: On rank 0, where `mpicomm run` listens; None if it did not start the job.
     """
     # 1. the hubs listen
-    place = rank_info_of(where)
-    hub_addresses = comm.allgather(_listen(channel, place, address if comm.rank == 0 else "127.0.0.1"))
+    rank_info = rank_info_of(where)
+    hub_addresses = comm.allgather(_listen(channel, rank_info, address if comm.rank == 0 else "127.0.0.1"))
     # 2. every rank connects to its hub, and its watchdog accepts the ranks of which it is the hub
-    watch = Watchdog(place, channel, limits, comm.Abort, claim, prepare)
+    watch = Watchdog(rank_info, channel, limits, comm.Abort, claim, prepare)
     problem: OSError | None = None
     try:
-        _connect(channel, place, hub_addresses)
+        _connect(channel, rank_info, hub_addresses)
     except OSError as error:
         problem = error
     watch.start()
@@ -121,25 +121,25 @@ def _connect_to_parent(watch: Watchdog, parent: str, host_timeout: int) -> bool:
     return True
 
 
-def _listen(channel: Channel, place: RankInfo, address: str) -> Address | None:
+def _listen(channel: Channel, rank_info: RankInfo, address: str) -> Address | None:
     """Listen if this rank is a hub; return where, or None if it is not or cannot."""
-    children = {rank for rank, hub in enumerate(place.hubs) if hub == place.rank and rank != place.rank}
+    children = {rank for rank, hub in enumerate(rank_info.hubs) if hub == rank_info.rank and rank != rank_info.rank}
     with contextlib.suppress(OSError):
         return (address, channel.listen(address, children)) if children else None
     return None
 
 
-def _connect(channel: Channel, place: RankInfo, hub_addresses: Sequence[Address | None]) -> None:
+def _connect(channel: Channel, rank_info: RankInfo, hub_addresses: Sequence[Address | None]) -> None:
     """Connect to this rank's hub, whose watchdog thread must be running or about to start.
 
     Raises:
         OSError: If it cannot connect; the message names the hub.
     """
-    if place.rank == 0:
+    if rank_info.rank == 0:
         return
-    if (there := hub_addresses[place.hub]) is None:
-        raise OSError(f"rank {place.hub} on {place.hosts[place.hub]} could not listen")
+    if (there := hub_addresses[rank_info.hub]) is None:
+        raise OSError(f"rank {rank_info.hub} on {rank_info.hosts[rank_info.hub]} could not listen")
     try:
         channel.connect(*there, CONNECT_SECONDS)
     except (OSError, ValueError) as error:
-        raise OSError(f"rank {place.hub} at {there[0]} port {there[1]}: {error}") from error
+        raise OSError(f"rank {rank_info.hub} at {there[0]} port {there[1]}: {error}") from error

@@ -17,13 +17,13 @@ ANSWER_SECONDS = 2.0
 class ConnectedRanks:
     """The children of this rank, which it answers for if they do not respond, and its hub."""
 
-    def __init__(self, place: RankInfo, channel: Channel, report: Callable[[StatusReport], None]) -> None:
+    def __init__(self, rank_info: RankInfo, channel: Channel, report: Callable[[StatusReport], None]) -> None:
         """Create the record.
 
         Args:
             report: Sends a message to rank 0.
         """
-        self._place = place
+        self._rank_info = rank_info
         self._channel = channel
         self._report = report
         self._collections: dict[int, tuple[float, set[int]]] = {}  # deadline, and ranks yet to answer
@@ -67,13 +67,13 @@ class ConnectedRanks:
         latest = time.monotonic() - COLLECT_SECONDS
         silent = {rank for rank, child in self._channel.children.items() if child.received_at < latest}
         if with_hub:
-            silent.add(self._place.hub)
+            silent.add(self._rank_info.hub)
         for rank, process in self._local_processes().items():
             if rank in silent or local_processes.is_stopped(process.pid):
                 local_processes.kill(process)
 
     def _local_processes(self) -> dict[int, LocalProcess]:
         """Return the processes of this host whose pid is known, by rank."""
-        here = self._place.nodes[self._place.rank]
+        here = self._rank_info.nodes[self._rank_info.rank]
         processes = self._channel.processes.items()
-        return {rank: process for rank, process in processes if self._place.nodes[rank] == here}
+        return {rank: process for rank, process in processes if self._rank_info.nodes[rank] == here}

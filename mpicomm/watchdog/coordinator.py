@@ -176,6 +176,7 @@ class Coordinator:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Process an event, and return the actions to carry out, in their order."""
+        self._actions = []  # new: an event whose handling failed may have left some
         match event:
             case Tick():
                 self._tick(now)
@@ -194,8 +195,7 @@ class Coordinator:
                     self._observe_at = max(now, self._next_observation)
             case _:
                 self._receive(event, now)
-        actions, self._actions = self._actions, []
-        return actions
+        return self._actions
 
     def _receive(self, message: Message, now: float) -> None:
         match message:

@@ -18,13 +18,13 @@ RESPONSE_SECONDS = 1.5 * COLLECT_SECONDS
 class Rank0Monitor:
     """Watches rank 0 through the connection to this rank's hub, which is rank 0 itself for the hubs."""
 
-    def __init__(self, place: RankInfo, state_of: Callable[[int], str]) -> None:
+    def __init__(self, rank_info: RankInfo, state_of: Callable[[int], str]) -> None:
         """Create the monitor.
 
         Args:
             state_of: Returns the state of a rank's process; empty if it is unknown.
         """
-        self._place = place
+        self._rank_info = rank_info
         self._state_of = state_of
         self._request: LateOperation | None = None  # the last request
         self._response_due: Deadline | None = None
@@ -33,8 +33,8 @@ class Rank0Monitor:
     @property
     def turn(self) -> float:
         """Seconds that this rank waits for other ranks to act in place of rank 0."""
-        behind = 0.0 if self._place.hub == 0 else COLLECT_SECONDS
-        return error_output.turn_of(self._place.rank) + behind
+        behind = 0.0 if self._rank_info.hub == 0 else COLLECT_SECONDS
+        return error_output.turn_of(self._rank_info.rank) + behind
 
     def remedy(self, *, recovers: bool) -> str:
         """Return the next step if the connection to the hub is lost; otherwise an empty text.
@@ -86,7 +86,7 @@ class Rank0Monitor:
         cause = "" if self._lost is not None else self._describe_missing_response(PossibleHang, 0.0)
         if cause:
             self._response_due = None
-        return cause if self._place.rank == 1 else ""  # every rank may wait for rank 0: one prints for all
+        return cause if self._rank_info.rank == 1 else ""  # every rank may wait for rank 0: one prints for all
 
     def _describe_missing_response(self, kind: type[LateOperation], delay: float) -> str:
         if self._response_due is None or not isinstance(self._request, kind):
@@ -96,8 +96,8 @@ class Rank0Monitor:
 
     def describe_silence(self, seconds: float) -> str:
         """Return that the hub has not responded for some seconds, with the state of its process."""
-        state = self._state_of(self._place.hub)
+        state = self._state_of(self._rank_info.hub)
         return f"{self._hub_name()} has not responded for {seconds:.0f} s{': ' if state else ''}{state}"
 
     def _hub_name(self) -> str:
-        return rank_text.full_name([self._place.hub], self._place.hosts)
+        return rank_text.full_name([self._rank_info.hub], self._rank_info.hosts)

@@ -37,7 +37,7 @@ def test_a_failed_start_is_reported_with_its_command_and_output() -> None:
     assert outcome.status == 2, outcome
     assert "benchmarks.startup: starting 2 ranks failed after" in outcome.stderr, outcome
     assert f"{LIBRARY.mpiexec} -n 2" in outcome.stderr, outcome
-    assert "MPICOMM_LAUNCHER must be one of single, mpi, torchrun, slurm, got nobody" in outcome.stderr, outcome
+    assert "MPICOMM_LAUNCHER must be one of single, mpi, torchrun, slurm, got 'nobody'" in outcome.stderr, outcome
 
 
 def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:

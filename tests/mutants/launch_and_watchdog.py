@@ -220,6 +220,12 @@ MUTANTS = [
     ),
     Mutant(
         "Coordinator.handle",
+        old="self._actions = []",
+        fault="The actions of an event, also of one whose handling failed, are carried out again with the next one.",
+        tests="tests/unit/test_coordinator.py -k whose_handling_fails",
+    ),
+    Mutant(
+        "Coordinator.handle",
         old="len(self._exits) < self.size",
         new="True",
         fault="A finished job is aborted because mpicomm run has ended.",
@@ -261,15 +267,15 @@ MUTANTS = [
     ),
     Mutant(
         "Rank0Monitor.turn",
-        old="self._place.rank",
-        new="self._place.hub",
+        old="self._rank_info.rank",
+        new="self._rank_info.hub",
         fault="All ranks of a hub use the same delay to report in place of rank 0, so several ranks print the cause.",
         tests="tests/unit/test_coordinator.py -k test_one_rank_after_the_other",
     ),
     Mutant(
         "Watchdog._write_files",
-        old="dump.try_write(self._limits.directory, self.place.rank, self._about, offset, _WRITE_SECONDS)",
-        new="dump.try_write(self._limits.directory, self.place.hub, self._about, offset, _WRITE_SECONDS)",
+        old="dump.try_write(self._limits.directory, self.rank_info.rank, self._dump_fields, offset, _WRITE_SECONDS)",
+        new="dump.try_write(self._limits.directory, self.rank_info.hub, self._dump_fields, offset, _WRITE_SECONDS)",
         fault="A rank writes its operations and stacks into the dump files of its hub.",
         tests="tests/launch/test_leaving.py -k test_all_ranks_write_files",
     ),
@@ -495,6 +501,13 @@ if answers and all(answers) and number in _STOPS:
         new="enumerate(self._reached[:-1])",
         fault="Rank 0 does not wait for the last rank, and therefore never reports it as missing.",
         tests="tests/launch/test_failures.py -k test_one_rank_is_missing",
+    ),
+    Mutant(
+        "wait_for_all_ranks",
+        old="barrier.withdraw()",
+        fault="bootstrap(comm=...) waits without a limit for a rank that gave up in an earlier attempt.",
+        tests="tests/mpi/test_start_barrier.py",
+        ranks=2,
     ),
     Mutant(
         "assign",
@@ -899,10 +912,9 @@ else:
     ),
     Mutant(
         "run_briefly",
-        old='None, ""',
-        new='process.returncode, ""',
-        fault="A launcher that times out at a probe is reported as killed by a signal.",
-        tests="tests/unit/test_attempts.py -k takes_too_long",
+        old="process.kill()",
+        fault="After Ctrl-C, a launcher that ignores it continues in the background.",
+        tests="tests/unit/test_attempts.py -k ignores_its_signals",
     ),
     Mutant(
         "_check_scheduler",

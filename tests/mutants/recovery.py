@@ -28,7 +28,7 @@ MUTANTS = [
         tests="tests/unit/test_rank_failures.py -k until_the_next_world",
     ),
     Mutant(
-        "assign",
+        "next_ranks",
         old="next(vacant, None) if rank is None else rank",
         new="rank",
         fault="A spare never takes the place of a failed rank.",
@@ -57,8 +57,8 @@ MUTANTS = [
     ),
     Mutant(
         "_check_enough",
-        old="left.size >= least",
-        new="left.size >= 1",
+        old="survivors.size >= least",
+        new="survivors.size >= 1",
         fault="The job continues although fewer than min_ranks ranks are left.",
         tests="tests/recovery -k test_the_job_ends_if_too_few_ranks_are_left",
     ),

@@ -278,10 +278,24 @@ MUTANTS = [
     ),
     Mutant(
         "whole_number",
-        old="text.isdecimal()",
-        new="text.isdigit()",
+        old="digits.isdecimal()",
+        new="digits.isdigit()",
         fault="MASTER_PORT=\u00b2 is a ValueError of int() that does not name the variable.",
         tests="tests/unit/test_rendezvous.py -k invalid_port",
+    ),
+    Mutant(
+        "whole_number",
+        old="len(digits) <= _MOST_DIGITS",
+        new="True",
+        fault="A number with thousands of digits is a ValueError of int() that does not name the variable.",
+        tests="tests/unit/test_settings.py -k more_digits",
+    ),
+    Mutant(
+        "torchrun_job._check",
+        old='PORT.read(os.environ["MASTER_PORT"], "MASTER_PORT", remedy)',
+        new='PORT.read(os.environ["MASTER_PORT"], "MASTER_PORT")',
+        fault="Under torchrun, the remedy of a wrong MASTER_PORT is to unset it, which is another error.",
+        tests="tests/unit/test_rendezvous.py -k 'invalid_port or needs_a_port'",
     ),
     Mutant(
         "mpicomm.__dir__",
@@ -414,7 +428,7 @@ MUTANTS = [
     ),
     Mutant(
         "ConnectedRanks._local_processes",
-        old="self._place.nodes[rank] == here",
+        old="self._rank_info.nodes[rank] == here",
         new="True",
         fault="A hub kills a process of its host that has the pid of a rank on another host.",
         tests="tests/unit/test_rank_reports.py -k another_host",

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpicomm import mpi
-from mpicomm.job.recovery import assign
+from mpicomm.job.recovery import next_ranks
 from tests.launching import Outcome, run_command, run_ranks
 
 RUN = [sys.executable, "-m", "mpicomm", "run"]
@@ -376,4 +376,4 @@ def test_the_option_needs_an_mpi_that_tolerates_failures() -> None:
     ],
 )
 def test_spares_take_the_places_of_failed_ranks(ranks, failed, expected) -> None:
-    assert assign(ranks, failed) == expected
+    assert next_ranks(ranks, failed) == expected

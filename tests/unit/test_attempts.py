@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+from typing import Any
+
 import pytest
 
 from mpicomm.cli import attempts, launching
@@ -9,6 +13,7 @@ from mpicomm.cli.attempts import RestartPolicy
 from mpicomm.cli.supervisor import End
 from mpicomm.launch.request import Node, Request, Start
 from mpicomm.recorder.hang_report import HOST_REMEDY
+from tests.time_limits import scaled
 
 
 @pytest.mark.parametrize(("max_restarts", "may_have_lost_host"), [(0, True), (0, False), (1, True)])
@@ -65,3 +70,21 @@ def test_a_short_program_has_a_status_and_the_output_of_its_ranks() -> None:
 def test_a_short_program_that_takes_too_long_has_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_BRIEF_SECONDS", 0.1)
     assert launching.run_briefly(Start(("sleep", "60"), {"PATH": "/usr/bin:/bin"})) == (None, "")
+
+
+def test_a_launcher_that_ignores_its_signals_does_not_outlive_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_TERM_SECONDS", 0.1)
+    processes: list[subprocess.Popen[str]] = []
+
+    class InterruptedProcess(subprocess.Popen[str]):
+        def communicate(self, *arguments: Any, **options: Any) -> Any:
+            processes.append(self)
+            assert self.stdout is not None
+            assert self.stdout.readline() == "ready\n"  # it ignores the signals from now on
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(launching.subprocess, "Popen", InterruptedProcess)
+    command = ("sh", "-c", "trap '' INT TERM; echo ready; exec sleep 60")
+    with pytest.raises(KeyboardInterrupt):
+        launching.run_briefly(Start(command, {"PATH": "/usr/bin:/bin"}))
+    assert processes[0].wait(scaled(30)) == -signal.SIGKILL

@@ -235,14 +235,24 @@ def test_the_actions_after_a_death_are_returned_in_their_order() -> None:
     assert coordinator.handle(Tick(), LAUNCHER) == [Abort(1)]
 
 
+def test_the_actions_of_an_event_whose_handling_fails_are_not_those_of_the_next(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(court.coordinator, "_collect", None)  # the call of it fails, after the acknowledgement
+    with pytest.raises(TypeError):
+        court.hang(1)
+    court.tick()
+    assert (court.to_one, court.to_all) == ([], [])
+
+
 def test_a_cause_is_printed_although_claiming_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def claim() -> bool:
         raise OSError("the store has ended")
 
     printed: list[str] = []
     monkeypatch.setattr(Watchdog, "print_report", lambda _, text: printed.append(text))
-    place = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
-    watch = Watchdog(place, Channel(0, bytes(32)), WatchdogSettings(HANG_SECONDS, None), os._exit, claim)
+    rank_info = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
+    watch = Watchdog(rank_info, Channel(0, bytes(32)), WatchdogSettings(HANG_SECONDS, None), os._exit, claim)
     watch._send_to_rank_0(protocol.RankDied(2, "closed", None))
     watch._run_once()
     error, report = printed
@@ -255,8 +265,8 @@ def test_a_rank_that_calls_os_exit_writes_its_files_before_it_ends(monkeypatch: 
     sent: list[Message] = []
     monkeypatch.setattr(Watchdog, "_send_to_ranks", lambda _, message: sent.append(message))
     monkeypatch.setattr(Watchdog, "print_report", lambda _, text: None)
-    place = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
-    watch = Watchdog(place, Channel(0, bytes(32)), WatchdogSettings(HANG_SECONDS, None), os._exit, lambda: True)
+    rank_info = RankInfo(0, ["node0"] * SIZE, [0] * SIZE, [0] * SIZE)
+    watch = Watchdog(rank_info, Channel(0, bytes(32)), WatchdogSettings(HANG_SECONDS, None), os._exit, lambda: True)
     watch._send_to_rank_0(protocol.ExitingAtOnce(2, 3))
     watch._run_once()
     assert sent == [JobEnding(files=True), Acknowledgement(2)]

@@ -104,8 +104,8 @@ class Hub:
         self.children = {1: SimpleNamespace(received_at=0.0), 2: SimpleNamespace(received_at=0.0)}
         self.processes = {rank: LocalProcess(100 + rank, "since today") for rank in (1, 2)}
         self.reports: list[StatusReport] = []
-        place = RankInfo(0, ["node0", "node0", "node1"], [0, 0, 1], [0, 0, 0])
-        self.ranks = ConnectedRanks(place, self, self.reports.append)  # type: ignore[arg-type]
+        rank_info = RankInfo(0, ["node0", "node0", "node1"], [0, 0, 1], [0, 0, 0])
+        self.ranks = ConnectedRanks(rank_info, self, self.reports.append)  # type: ignore[arg-type]
 
 
 def test_a_hub_answers_for_ranks_that_do_not() -> None:

@@ -157,22 +157,36 @@ def test_a_place_that_all_nodes_do_not_reach_is_shown_with_those_that_do_not() -
 # -- port, address and interface that the user sets --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "port"), [("1", 1), ("29500", 29500), ("65535", 65535), ("", 0), ("0", 0)])
-def test_a_port_is_a_number_and_without_one_any_will_do(text: str, port: int) -> None:
-    assert rendezvous._given_port({"MASTER_PORT": text}) == port
-    assert rendezvous._given_port({}) == 0
+@pytest.mark.parametrize("text", ["1", "29500", "65535", " 29500", "29500 "])
+def test_a_port_is_a_number(text: str) -> None:
+    assert rendezvous._given_port({"MASTER_PORT": text}) == int(text)
+
+
+@pytest.mark.parametrize("environ", [{}, {"MASTER_PORT": ""}, {"MASTER_PORT": "0"}])
+def test_without_a_port_any_will_do(environ: dict[str, str]) -> None:
+    assert rendezvous._given_port(environ) == 0
 
 
 @pytest.mark.parametrize("text", ["http", "-1", "65536", "29500.0", "0x50", "tcp://29500", "²"])
 def test_an_invalid_port_is_refused_with_and_without_mpi(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = f"^MASTER_PORT must be a number from 1 to 65535, got {text}.\nCorrect it, or unset it."
-    with pytest.raises(LaunchError, match=message):
+    message = f"^MASTER_PORT must be a number from 1 to 65535, got '{text}'.\n"
+    with pytest.raises(LaunchError, match=f"{message}Correct it, or unset it."):
         rendezvous._given_port({"MASTER_PORT": text})
+    with pytest.raises(LaunchError, match=f"{message}Set MASTER_PORT to a free port of rank 0's host, on all ranks."):
+        check_under_torchrun(text, monkeypatch)
+
+
+def test_torchrun_needs_a_port_that_is_not_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match=r"^MASTER_PORT must be a number from 1 to 65535, got '0'\.\nSet MASTER_PORT"):
+        check_under_torchrun("0", monkeypatch)
+    check_under_torchrun(" 29511", monkeypatch)  # torch accepts it, too
+
+
+def check_under_torchrun(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", text)
+    monkeypatch.setenv("MASTER_PORT", port)
     launch = detect.detect({"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
-    with pytest.raises(LaunchError, match=message):
-        torchrun_job._check(StartRequest(), launch)
+    torchrun_job._check(StartRequest(), launch)
 
 
 @pytest.mark.parametrize(("of_rank", "is_used"), [("a 1", False), ("a 2", True), ("b 1", True), (None, True)])
@@ -248,9 +262,9 @@ def test_several_nodes_never_listen_on_loopback(names: dict[str, list[str]], mon
     """The addresses to which the host's name resolves are first."""
     addresses = ["127.0.0.1", "10.0.0.1", "10.1.0.1", "::1", "fd00::1"]
     monkeypatch.setattr(interfaces, "listed", lambda: [(f"if{i}", each) for i, each in enumerate(addresses)])
-    assert rendezvous.own_addresses() == ["10.0.0.1", "10.1.0.1", "fd00::1"]
+    assert interfaces.own_addresses() == ["10.0.0.1", "10.1.0.1", "fd00::1"]
     names[socket.gethostname()] = ["127.0.1.1", "10.1.0.1"]
-    assert rendezvous.own_addresses() == ["10.1.0.1", "10.0.0.1", "fd00::1"]
+    assert interfaces.own_addresses() == ["10.1.0.1", "10.0.0.1", "fd00::1"]
 
 
 def test_a_port_in_use_is_refused_with_the_reason() -> None:

@@ -42,7 +42,7 @@ def test_an_empty_variable_counts_as_unset(field: str) -> None:
 
 @pytest.mark.parametrize("text", ["slrum", "MPI", "mpi "])
 def test_another_launcher_is_refused_with_those_that_exist(text: str) -> None:
-    with pytest.raises(LaunchError, match=f"^MPICOMM_LAUNCHER must be one of .*, got {text}\\.") as caught:
+    with pytest.raises(LaunchError, match=f"^MPICOMM_LAUNCHER must be one of .*, got '{text}'\\.") as caught:
         Settings.from_environ({"MPICOMM_LAUNCHER": text})
     assert ", ".join(LAUNCHERS) in str(caught.value)
 
@@ -55,19 +55,26 @@ def test_another_launcher_is_refused_with_those_that_exist(text: str) -> None:
         ("HANG_SECONDS", "0"),
         ("HANG_SECONDS", "soon"),
         ("SPARES", "-1"),
+        ("SPARES", "²"),
         ("GPU_AWARE", "maybe"),
         ("GPU_CHUNK_KIB", "0"),
         ("GPU_CHUNK_KIB", "4M"),
     ],
 )
 def test_an_invalid_value_is_refused(name: str, text: str) -> None:
-    with pytest.raises(LaunchError, match=f"^{PREFIX}{name} must be .*, got {text}\\."):
+    with pytest.raises(LaunchError, match=f"^{PREFIX}{name} must be .*, got '{text}'\\."):
         Settings.from_environ({PREFIX + name: text})
+
+
+def test_a_number_with_more_digits_than_int_accepts_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"^MPICOMM_SPARES must be a whole number of processes, got '999") as caught:
+        Settings.from_environ({"MPICOMM_SPARES": "9" * 4301})
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "86401", "long"])
 def test_a_host_timeout_out_of_range_is_refused(text: str) -> None:
-    expected = f"^MPICOMM_HOST_TIMEOUT must be a whole number of seconds from 1 to 86400, got {text}\\.\n"
+    expected = f"^MPICOMM_HOST_TIMEOUT must be a whole number of seconds from 1 to 86400, got '{text}'\\.\n"
     with pytest.raises(LaunchError, match=expected):
         Settings.from_environ({"MPICOMM_HOST_TIMEOUT": text})
 

@@ -354,7 +354,7 @@ class Executor:
             mpi.abandon()
         self.messages.give_up(error)
 
-    def end(self, error: RankFailedError) -> None:
+    def end_after_rank_failure(self, error: RankFailedError) -> None:
         """End the group without communication, after a rank has failed and all communicators are revoked.
 
         Args:

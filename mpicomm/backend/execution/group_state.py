@@ -70,7 +70,7 @@ class GroupState:
         """Mark the group as unusable, and tell the watchdog, which tells the other ranks."""
         self.record.broken = self.record.broken or cause
         if (watch := agent.current()) is not None:
-            watch.break_group(self.record.name, f"{cause} on rank {watch.place.rank}")
+            watch.break_group(self.record.name, f"{cause} on rank {watch.rank_info.rank}")
 
     def fail(self, operation: Operation, error: BaseException) -> None:
         """Mark the group as unusable, unless all ranks raise this error: the ranks' next calls may not match.
