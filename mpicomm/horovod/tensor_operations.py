@@ -681,4 +681,5 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         HorovodInternalError: If the ranks can no longer communicate.
     """
     engine = engine_of(process_set, submission.BARRIER)
-    engine.run_barrier(engine.next_name(submission.BARRIER))
+    # One name for all calls: from the second one on, the ranks know it and exchange no description of it.
+    engine.wait(engine.submit(Submission("barrier.barrier", Signature(submission.BARRIER))))

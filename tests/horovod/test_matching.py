@@ -47,6 +47,7 @@ def test_a_steady_step_costs_one_exchange(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(exchange, "all_gather_text", lambda text: texts.append(text) or original(text))
     for _ in range(20):
         step()
+        hvd.barrier()
     assert texts == []
 
 

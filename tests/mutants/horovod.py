@@ -55,6 +55,14 @@ MUTANTS = [
         tests="tests/horovod/test_matching.py -k test_ranks_number_calls",
         ranks=2,
     ),
+    Mutant(
+        "tensor_operations.barrier",
+        old='Submission("barrier.barrier", Signature(submission.BARRIER))',
+        new='Submission("barrier.barrier", Signature(submission.BARRIER), is_cacheable=False)',
+        fault="Every hvd.barrier() exchanges its description, and takes five times as long.",
+        tests="tests/horovod/test_matching.py -k steady_step",
+        ranks=2,
+    ),
     # -- operations -----------------------------------------------------------------------------------------
     Mutant(
         "_batches",
