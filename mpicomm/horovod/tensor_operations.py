@@ -140,7 +140,10 @@ def _public(function: str, declaration: Any, result: Any) -> Any:
     first, *_ = inspect.signature(public).parameters.values()
     _, *others = inspect.signature(declaration).parameters.values()
     public.__signature__ = inspect.Signature([first, *others], return_annotation=result)
-    public.__doc__ = _documented(declaration.__doc__, is_grouped, is_in_place, is_async)
+    public.__annotations__ = {parameter.name: parameter.annotation for parameter in (first, *others)}
+    public.__annotations__["return"] = result
+    if declaration.__doc__ is not None:  # python -OO removes docstrings
+        public.__doc__ = _documented(declaration.__doc__, is_grouped, is_in_place, is_async)
     return public
 
 
