@@ -14,9 +14,11 @@ from mpicomm.job import session
 
 DYNAMIC_VARIABLE = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _RANKS = arguments.Expected(
-    "ranks or an mpi4py communicator",
+    "ranks (integers) or an mpi4py communicator",
     lambda _: True,  # Horovod raises a ValueError for other types, too
-    is_within=lambda ranks: isinstance(ranks, list) and all(type(rank) is int for rank in ranks),
+    is_within=lambda ranks: (
+        isinstance(ranks, list) and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks)
+    ),
     remedy="Pass a list of ranks.",
 )
 
@@ -30,10 +32,6 @@ class ProcessSet:
         mpi_comm: The mpi4py communicator that was passed, if any.
     """
 
-    process_set_id: int | None = None
-    ranks: list[int] | None = None
-    mpi_comm: Any = None
-
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
         """Describe a set; `hvd.init(process_sets=...)` or `hvd.add_process_set` registers it.
 
@@ -43,12 +41,15 @@ class ProcessSet:
         Raises:
             ValueError: If it is neither ranks nor a communicator.
         """
+        self.process_set_id: int | None = None
+        self.ranks: list[int] | None = None
+        self.mpi_comm: Any = None
         if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
             return
         ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else ranks_or_comm
         _RANKS.check(ranks, "ranks_or_comm", "ProcessSet")
-        self.ranks = sorted(ranks)
+        self.ranks = sorted(int(rank) for rank in ranks)  # names contain them: an IntEnum is shown as a word
 
     def size(self) -> int | None:
         """Return the number of ranks; None unless the set is registered."""

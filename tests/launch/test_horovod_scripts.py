@@ -61,6 +61,8 @@ def check():
     assert importlib.util.find_spec('horovod.torch') is not None
     assert Compression is hvd.Compression and TorchState is hvd.elastic.TorchState
     assert mpi_ops.allreduce is allreduce and rank() == hvd.rank()
+    assert horovod.common.exceptions.__all__ == ["HorovodInternalError", "HostsUpdatedInterrupt"]
+    assert not hasattr(hvd.compression, "allreduce") and not hasattr(hvd.elastic.sampler, "State")
     print("version", horovod.__version__.split(".")[0])
     print("sum", int(allreduce(torch.tensor([hvd.rank() + 1]), op=hvd.Sum, name="named")))
     loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")

@@ -117,6 +117,26 @@ MUTANTS = [
         tests="tests/horovod/test_tensor_operations.py -k in_place_and_grouped",
         ranks=2,
     ),
+    Mutant(
+        "tensor_operations._public",
+        old='public.__annotations__["return"] = result',
+        fault="typing.get_type_hints(hvd.allreduce) has no type of the result.",
+        tests="tests/unit/test_horovod_functions.py -k signatures",
+    ),
+    Mutant(
+        "tensor_operations._public",
+        old="declaration.__doc__ is not None",
+        new="True",
+        fault="mpicomm.horovod cannot be imported by python -OO, which removes docstrings.",
+        tests="tests/launch/test_import.py -k docstrings",
+    ),
+    Mutant(
+        "ProcessSet.__init__",
+        old="sorted(int(rank) for rank in ranks)",
+        new="sorted(ranks)",
+        fault="A process set whose ranks are an IntEnum contains words for ranks.",
+        tests="tests/unit/test_horovod_functions.py -k integers_only",
+    ),
     # -- process sets and tensors -------------------------------------------------------------------------
     Mutant(
         "process_sets._ranks_of",
