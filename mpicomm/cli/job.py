@@ -61,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         spec = _spec(arguments)
         text = script(spec, arguments.template)
         if spec.file is not None:
-            Path(spec.file).write_text(text)
+            content = text.encode()  # before the file is opened, which an error would leave empty
+            Path(spec.file).write_bytes(content)
     except (ValueError, OSError) as error:
         return failed(f"job {arguments.scheduler}", error)
     if spec.file is None:

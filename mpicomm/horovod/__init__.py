@@ -5,10 +5,10 @@
 
 Programs written for `import horovod.torch as hvd` run unchanged; docs/horovod.md lists the differences.
 """
-# A name that is imported as itself is public for type checkers, without a second list of the names in `__all__`.
+# A name that is imported as itself is public for type checkers, without a second list of the names.
 # ruff: noqa: I001  it would write one import for each name
 
-from __future__ import annotations
+import types
 
 from mpicomm.horovod import elastic as elastic
 from mpicomm.horovod.context import (
@@ -88,3 +88,14 @@ from mpicomm.horovod.tensor_operations import (
     sparse_allreduce_async as sparse_allreduce_async,
     synchronize as synchronize,
 )
+
+# For `from mpicomm.horovod import *`: without the modules of this package, whose names a program may use itself. Set in
+# this way, because type checkers take a computed `__all__` for an empty one.
+globals()["__all__"] = [
+    name
+    for name, value in globals().items()
+    if not name.startswith("_") and (value is elastic or not isinstance(value, types.ModuleType))
+]
+for _name in globals()["__all__"]:
+    if isinstance(globals()[_name], type):
+        globals()[_name].__module__ = __name__  # so that a pickle, such as that of a model, survives moves inside

@@ -152,6 +152,7 @@ class TorchState(ObjectState):
                 if isinstance(value, kind):
                     object.__setattr__(self, name, values.pop(name))
                     self._handlers[name] = _Handler(value, sync)
+                    break  # an object may be of two kinds
         super().__init__(_broadcast_from_survivor, context.rank, **values)
 
     def save(self) -> None:

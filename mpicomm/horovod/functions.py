@@ -12,7 +12,7 @@ from torch import nn
 
 from mpicomm.collective_ops import pytree
 from mpicomm.horovod import context
-from mpicomm.horovod.process_sets import ProcessSet, global_process_set
+from mpicomm.horovod.process_sets import ProcessSet, global_process_set, index_of_root
 from mpicomm.horovod.tensor_operations import allgather, broadcast_, broadcast_async_, synchronize
 
 
@@ -28,6 +28,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         ValueError: If `params` contains something else, or `root_rank` is not a rank.
         HorovodInternalError: If the tensors differ between ranks, or the ranks can no longer communicate.
     """
+    index_of_root(root_rank, global_process_set, "broadcast_parameters")
     handles = [
         broadcast_async_(tensor, root_rank, None if name is None else f"broadcast_parameters.{name}")
         for name, tensor in _named_tensors(params)
@@ -47,8 +48,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         model: The model; the gradients of its embeddings with `sparse=True` are sparse.
 
     Raises:
-        ValueError: If the optimizer is an LBFGS, whose state does not belong to single parameters; on every rank, if
-            the parameter groups have different lengths on different ranks.
+        ValueError: If the optimizer is an LBFGS, whose state does not belong to single parameters, or `root_rank` is
+            not a rank; on every rank, if the parameter groups have different lengths on different ranks.
         HorovodInternalError: If the ranks can no longer communicate.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -56,6 +57,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
             "broadcast_optimizer_state does not support LBFGS, whose state does not belong to single parameters.\n"
             "Use optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank))."
         )
+    index_of_root(root_rank, global_process_set, "broadcast_optimizer_state")
     _fill_gradients(optimizer, model)
     # 1. the options and numbers, with the properties of the tensors in their place
     _check_counts(optimizer, root_rank)
@@ -86,6 +88,7 @@ def broadcast_object(
         ValueError: If `root_rank` is not a rank of the process set.
         HorovodInternalError: If the ranks can no longer communicate.
     """
+    index_of_root(root_rank, process_set, "broadcast_object")
     label = f"broadcast_object.{name or ''}"
     is_root = context.rank() == root_rank
     content = _pickled(obj, "broadcast_object") if is_root else None
@@ -146,11 +149,10 @@ def _named_tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str 
     pairs = sorted(params.items()) if isinstance(params, Mapping) else params
     named = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
     for name, tensor in named:
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             argument = "params" if name is None else f"params[{name!r}]"
-            raise ValueError(
-                f"{argument} must be a tensor, got a {type(tensor).__name__}.\nSend it by hvd.broadcast_object."
-            )
+            got = f"one of {tensor.layout}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+            raise ValueError(f"{argument} must be a dense tensor, got {got}.\nSend it by hvd.broadcast_object.")
     return named
 
 

@@ -15,11 +15,12 @@ import torch
 from mpicomm import arguments
 from mpicomm.horovod import context
 from mpicomm.horovod.functions import broadcast_object
-from mpicomm.horovod.process_sets import ProcessSet, global_process_set
+from mpicomm.horovod.process_sets import ProcessSet, check_registered, global_process_set
 from mpicomm.horovod.submission import Adasum, Average
 from mpicomm.horovod.tensor_operations import (
     Compression,
     allreduce_async_,
+    checked_op,
     grouped_allreduce_async_,
     sparse_allreduce_async,
     synchronize,
@@ -74,6 +75,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         NotImplementedError: If Adasum is combined with a process set.
         HorovodInternalError: If the ranks can no longer communicate.
     """
+    op = checked_op(op, "DistributedOptimizer")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor requires op=hvd.Average.\nRemove one of the two arguments.")
     arguments.POSITIVE.check(backward_passes_per_step, "backward_passes_per_step")
@@ -82,6 +84,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         groups = num_groups if groups is None else groups
     if isinstance(optimizer, _ReducingOptimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already.\nWrap an optimizer once.")
+    check_registered(process_set, "DistributedOptimizer")
     is_adasum = op == Adasum and context.size() > 1
     if is_adasum and process_set != global_process_set:
         raise NotImplementedError("op=hvd.Adasum does not support a process_set.\nRemove process_set.")
@@ -155,15 +158,20 @@ def _buckets(
     Raises:
         ValueError: If `groups` is neither a positive integer nor lists of different parameters.
     """
-    _GROUPS.check(groups, "groups")
     trained = {name: parameter for parameter, name in names.items() if parameter.requires_grad}
     if isinstance(groups, list):
-        in_groups = [parameter for group in groups for parameter in group]
-        if len(set(in_groups)) < len(in_groups):
+        listed = [_parameters(group, f"groups[{index}]") for index, group in enumerate(groups)]
+        in_groups = set(itertools.chain.from_iterable(listed))
+        if len(in_groups) < sum(map(len, listed)):
             raise ValueError("groups must not contain a parameter twice.\nRemove it from all groups but one.")
-        listed = [tuple(parameter for parameter in group if parameter.requires_grad) for group in groups]
-        single = [(parameter,) for parameter in trained.values() if parameter not in set(in_groups)]
-        return [bucket for bucket in listed if bucket] + single
+        buckets = [tuple(parameter for parameter in group if parameter.requires_grad) for group in listed]
+        single = [(parameter,) for parameter in trained.values() if parameter not in in_groups]
+        return [bucket for bucket in buckets if bucket] + single
+    if not isinstance(groups, int) or groups < 1:
+        got = groups if isinstance(groups, int) else f"a {type(groups).__name__}"
+        raise ValueError(
+            f"groups must be a positive integer or a list of lists of parameters, got {got}.\n{_GROUPS_REMEDY}"
+        )
     if process_set.included():  # the order of the names may differ between ranks
         first_rank = process_set.ranks[0] if process_set.ranks else 0
         order = broadcast_object(list(trained), first_rank, "optimizer.groups", process_set)
@@ -175,19 +183,19 @@ def _buckets(
     return [tuple(parameters[start:end]) for start, end in itertools.pairwise(edges)]
 
 
-def _are_groups(groups: Any) -> bool:
-    if isinstance(groups, list):
-        return all(isinstance(parameter, torch.Tensor) for group in groups for parameter in group)
-    return isinstance(groups, int) and groups > 0
+_GROUPS_REMEDY = "Pass the number of groups, lists of parameters of the optimizer, or None."
 
 
-_GROUPS = arguments.Expected(
-    "groups",
-    lambda _: True,  # Horovod raises a ValueError for other types, too
-    "a positive integer or a list of lists of parameters",
-    _are_groups,
-    "Pass the number of groups, lists of parameters of the optimizer, or None.",
-)
+def _parameters(group: Any, argument: str) -> list[torch.Tensor]:
+    """Return the parameters of one of the `groups`, which may be an iterator such as `module.parameters()`."""
+    if isinstance(group, torch.Tensor) or not isinstance(group, Iterable):
+        raise ValueError(f"{argument} must be a list of parameters, got a {type(group).__name__}.\n{_GROUPS_REMEDY}")
+    parameters = list(group)
+    for index, parameter in enumerate(parameters):
+        if not isinstance(parameter, torch.Tensor):
+            got = type(parameter).__name__  # not its value: the message would contain weights
+            raise ValueError(f"{argument}[{index}] must be a parameter, got a {got}.\n{_GROUPS_REMEDY}")
+    return parameters
 
 
 # -- the reduction of gradients ----------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class ProcessSetEngine:
                     self._arm_timer()
 
     def run_barrier(self, name: str) -> None:
-        """Wait until all ranks of the process set have called this with the same name (collective)."""
+        """Wait until all ranks of the process set have called this with a name that is used once (collective)."""
         self.wait(self.submit(Submission(name, Signature(BARRIER), is_cacheable=False)))
 
     def close(self) -> None:

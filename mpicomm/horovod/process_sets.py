@@ -14,9 +14,11 @@ from mpicomm.job import session
 
 DYNAMIC_VARIABLE = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _RANKS = arguments.Expected(
-    "ranks or an mpi4py communicator",
+    "ranks (integers) or an mpi4py communicator",
     lambda _: True,  # Horovod raises a ValueError for other types, too
-    is_within=lambda ranks: isinstance(ranks, list) and all(type(rank) is int for rank in ranks),
+    is_within=lambda ranks: (
+        isinstance(ranks, list) and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks)
+    ),
     remedy="Pass a list of ranks.",
 )
 
@@ -30,10 +32,6 @@ class ProcessSet:
         mpi_comm: The mpi4py communicator that was passed, if any.
     """
 
-    process_set_id: int | None = None
-    ranks: list[int] | None = None
-    mpi_comm: Any = None
-
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
         """Describe a set; `hvd.init(process_sets=...)` or `hvd.add_process_set` registers it.
 
@@ -43,12 +41,15 @@ class ProcessSet:
         Raises:
             ValueError: If it is neither ranks nor a communicator.
         """
+        self.process_set_id: int | None = None
+        self.ranks: list[int] | None = None
+        self.mpi_comm: Any = None
         if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
             return
         ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else ranks_or_comm
         _RANKS.check(ranks, "ranks_or_comm", "ProcessSet")
-        self.ranks = sorted(ranks)
+        self.ranks = sorted(int(rank) for rank in ranks)  # names contain them: an IntEnum is shown as a word
 
     def size(self) -> int | None:
         """Return the number of ranks; None unless the set is registered."""
@@ -124,24 +125,33 @@ class _Registry:
         if world.recoveries != self._recoveries:
             self._recoveries, self._num_registered = world.recoveries, 0
         self._variables = Variables.from_environ(os.environ)
-        if self._variables.timeline and world.rank == 0:
-            self.timeline.start(self._variables.timeline, marks_cycles=self._variables.marks_cycles)
-        self._register(global_process_set, list(range(world.size)))
+        # All arguments are checked before the first set is registered: after an error, Horovod is not initialized.
+        ranks_of_sets = [list(range(world.size))]
         for index, process_set in enumerate(process_sets):
-            if not self.add(process_set):
+            ranks = _ranks_of(process_set)
+            if ranks in ranks_of_sets:
                 raise ValueError(
                     f"init: process_sets[{index}] has the ranks of an earlier set: {process_set}.\nPass each set once."
                 )
+            ranks_of_sets.append(ranks)
+        if self._variables.timeline and world.rank == 0:
+            self.timeline.start(self._variables.timeline, marks_cycles=self._variables.marks_cycles)
+        self._register(global_process_set, ranks_of_sets[0])
+        for process_set, ranks in zip(process_sets, ranks_of_sets[1:], strict=True):
+            self._add(process_set, ranks)
 
     def add(self, process_set: ProcessSet) -> bool:
         """Register a set (collective over all ranks). Returns False if a set of these ranks is registered."""
         ranks = _ranks_of(process_set)
         if any(registered.ranks == ranks for registered in self.sets.values()):
             return False
+        self._add(process_set, ranks)
+        return True
+
+    def _add(self, process_set: ProcessSet, ranks: list[int]) -> None:
         # The name contains the ranks: ranks that add different sets are reported as a stall.
         self.engines[0].run_barrier(f"add_process_set.{'_'.join(map(str, ranks))}")
         self._register(process_set, ranks)
-        return True
 
     def remove(self, process_set: ProcessSet) -> None:
         """Remove a registered set (collective over all ranks)."""
@@ -167,10 +177,10 @@ class _Registry:
         name = f"horovod:{self._recoveries}:{self._num_registered}"
         number = 0 if process_set is global_process_set else self._num_registered
         self._num_registered += 1
-        process_set.ranks, process_set.process_set_id = ranks, number
-        self.sets[number] = process_set
         if self._rank in ranks:
             self.engines[number] = ProcessSetEngine(name, ranks, self._variables, self.timeline)
+        process_set.ranks, process_set.process_set_id = ranks, number
+        self.sets[number] = process_set
 
 
 registry = _Registry()
@@ -202,16 +212,46 @@ def engine_of(process_set: ProcessSet, function: str) -> ProcessSetEngine:
     engine = registry.engines.get(process_set.process_set_id)
     if engine is not None:
         return engine
+    check_registered(process_set, function)
+    raise ValueError(
+        f"{function}: rank {registry.rank} is not a member of the process set of ranks {process_set.ranks}.\n"
+        f"Call it only where process_set.included() is true."
+    )
+
+
+def check_registered(process_set: ProcessSet, function: str) -> None:
+    """Check a set; this rank need not be in it.
+
+    Args:
+        function: The name of the public function, for the message.
+
+    Raises:
+        ValueError: If Horovod is not initialized, or the set is not registered.
+    """
     registry.check_open()
     if process_set.process_set_id is None:
         raise ValueError(
             f"{function}: the process set is not registered: {process_set}.\n"
             f"Call hvd.add_process_set() on all ranks first."
         )
-    raise ValueError(
-        f"{function}: rank {registry.rank} is not a member of the process set of ranks {process_set.ranks}.\n"
-        f"Call it only where process_set.included() is true."
-    )
+
+
+def index_of_root(root_rank: int, process_set: ProcessSet, function: str) -> int:
+    """Return the index of a root within a set.
+
+    Args:
+        root_rank: The rank in the job.
+        function: The name of the public function, for the message.
+
+    Raises:
+        ValueError: If `engine_of` raises it, or the root is not in the set.
+    """
+    ranks = engine_of(process_set, function).ranks
+    if root_rank not in ranks:
+        raise ValueError(
+            f"{function}: root_rank must be one of the ranks {ranks}, got {root_rank!r}.\nPass one of these."
+        )
+    return ranks.index(root_rank)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -7,6 +7,7 @@ The name of a public function states its form, as in Horovod: `grouped_` takes a
 from __future__ import annotations
 
 import inspect
+import math
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from mpicomm import arguments
 from mpicomm.horovod import submission
-from mpicomm.horovod.process_sets import ProcessSet, engine_of, global_process_set
+from mpicomm.horovod.process_sets import ProcessSet, engine_of, global_process_set, index_of_root
 from mpicomm.horovod.submission import (
     ANY_ROWS,
     OP_NAMES,
@@ -140,7 +141,10 @@ def _public(function: str, declaration: Any, result: Any) -> Any:
     first, *_ = inspect.signature(public).parameters.values()
     _, *others = inspect.signature(declaration).parameters.values()
     public.__signature__ = inspect.Signature([first, *others], return_annotation=result)
-    public.__doc__ = _documented(declaration.__doc__, is_grouped, is_in_place, is_async)
+    public.__annotations__ = {parameter.name: parameter.annotation for parameter in (first, *others)}
+    public.__annotations__["return"] = result
+    if declaration.__doc__ is not None:  # python -OO removes docstrings
+        public.__doc__ = _documented(declaration.__doc__, is_grouped, is_in_place, is_async)
     return public
 
 
@@ -346,7 +350,8 @@ def _allreduce(
     op = _effective_op(call, op, average)
     if op == Adasum:
         _check_adasum(process_set, call.tensors)
-    signature = Signature(submission.ALLREDUCE, _layouts(call), op, 0, prescale_factor, postscale_factor)
+    factors = _factors(call, prescale_factor, postscale_factor)
+    signature = Signature(submission.ALLREDUCE, _layouts(call), op, 0, *factors)
     return _run(call, process_set, name, signature, _allreduce_gradient)
 
 
@@ -375,13 +380,40 @@ def _effective_op(call: FunctionCall, op: int | None, average: bool | None) -> i
         message = f"{call.function}: average is deprecated; pass op=hvd.Average or op=hvd.Sum"
         warnings.warn(message, DeprecationWarning, stacklevel=4)
         return Average if average else Sum
+    return checked_op(op, call.function)
+
+
+def checked_op(op: int | None, function: str) -> int:
+    """Return a reduction operation, by default Average.
+
+    Args:
+        op: The argument of a public function.
+        function: The name of this function, for the message.
+
+    Raises:
+        ValueError: If it is not a reduction operation.
+    """
     if op is None:
         return Average
     if op not in range(len(OP_NAMES)):
         raise ValueError(
-            f"{call.function}: op must be hvd.{', hvd.'.join(OP_NAMES)}, got {op!r}.\nPass one of these constants."
+            f"{function}: op must be hvd.{', hvd.'.join(OP_NAMES)}, got {op!r}.\nPass one of these constants."
         )
     return int(op)
+
+
+def _factors(call: FunctionCall, prescale_factor: Any, postscale_factor: Any) -> tuple[float, float]:
+    """Return the factors as floats: JSON, in which the ranks compare them, has no scalars of NumPy and no tensors."""
+    factors = []
+    for name, value in (("prescale_factor", prescale_factor), ("postscale_factor", postscale_factor)):
+        try:
+            factor = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+            factor = math.nan
+        if math.isnan(factor):  # a NaN is different from that of the other ranks
+            raise ValueError(f"{call.function}: {name} must be a number, got {arguments.shown(value)}.\nPass a number.")
+        factors.append(factor)
+    return factors[0], factors[1]
 
 
 def _check_adasum(process_set: ProcessSet, tensors: Tensors) -> None:
@@ -440,8 +472,12 @@ def sparse_allreduce_async(
     if op not in (Average, Sum):
         raise ValueError(f"sparse_allreduce_async: op must be hvd.Average or hvd.Sum, got {op!r}.\nPass one of these.")
     entries = tensor.detach().coalesce()
-    indices = allgather_async(entries.indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(entries.values(), f"{name}.values", process_set)
+
+    def gather(part: Tensor, label: str) -> Submission:
+        call = FunctionCall("sparse_allreduce_async", [part], is_grouped=False, is_in_place=False, is_async=True)
+        return _allgather(call, f"{name}.{label}", process_set)
+
+    indices, values = gather(entries.indices().t().contiguous(), "indices"), gather(entries.values(), "values")
 
     def result() -> Tensor:
         gathered = synchronize(values)
@@ -506,12 +542,8 @@ def _broadcast(
     Returns:
         {result}the root's tensor.
     """
-    ranks = engine_of(process_set, call.function).ranks
-    if root_rank not in ranks:
-        raise ValueError(
-            f"{call.function}: root_rank must be one of the ranks {ranks}, got {root_rank!r}.\nPass one of these."
-        )
-    signature = Signature(submission.BROADCAST, _layouts(call), root=ranks.index(root_rank))
+    root = index_of_root(root_rank, process_set, call.function)
+    signature = Signature(submission.BROADCAST, _layouts(call), root=root)
     return _run(call, process_set, name, signature, _broadcast_gradient)
 
 
@@ -559,7 +591,8 @@ def _alltoall(
             )
         counts = torch.full((size,), rows // size, dtype=torch.int32)
     else:
-        counts = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, dtype=torch.int32)
+        # A copy, because the rows are sent later: the program may use its tensor again after an asynchronous call.
+        counts = splits.clone() if isinstance(splits, torch.Tensor) else torch.tensor(splits, dtype=torch.int32)
     if counts.dtype != torch.int32 or counts.shape != (size,):
         raise ValueError(
             f"{call.function}: splits must be {size} numbers of int32, one for each rank, got shape "
@@ -618,7 +651,8 @@ def _reducescatter(
             f"{call.function}: op must be hvd.Average or hvd.Sum, got {op!r}.\nPass one of these."
         )
     layouts = _layouts(call, needs_rows=True)
-    signature = Signature(submission.REDUCESCATTER, layouts, op, 0, prescale_factor, postscale_factor)
+    factors = _factors(call, prescale_factor, postscale_factor)
+    signature = Signature(submission.REDUCESCATTER, layouts, int(op), 0, *factors)
     return _run(call, process_set, name, signature, _reducescatter_gradient)
 
 
@@ -681,4 +715,5 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         HorovodInternalError: If the ranks can no longer communicate.
     """
     engine = engine_of(process_set, submission.BARRIER)
-    engine.run_barrier(engine.next_name(submission.BARRIER))
+    # One name for all calls: from the second one on, the ranks know it and exchange no description of it.
+    engine.wait(engine.submit(Submission("barrier.barrier", Signature(submission.BARRIER))))

@@ -48,6 +48,15 @@ def change(state: hvd.elastic.TorchState) -> None:
     state.history.append(1)
 
 
+def test_an_object_of_two_kinds_is_saved_once(world: mpicomm.World) -> None:
+    class Both(nn.Linear, hvd.elastic.ElasticSampler):
+        def __init__(self) -> None:
+            nn.Linear.__init__(self, 2, 2)
+
+    state = hvd.elastic.TorchState(Both())
+    assert list(state._handlers) == ["model"]
+
+
 def test_sync_sends_the_state_of_rank_0_to_all_ranks(world: mpicomm.World) -> None:
     state = state_of(world.rank)
     state.sync()

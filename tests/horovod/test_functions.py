@@ -49,10 +49,23 @@ def test_parameters_of_the_root(world: mpicomm.World, params: Any) -> None:
         assert torch.equal(mine, expected)
 
 
-@pytest.mark.parametrize("params", [3, torch.zeros(2), {"scale": 1.0}, [None]], ids=str)
+@pytest.mark.parametrize("params", [3, torch.zeros(2), {"scale": 1.0}, [None], [torch.ones(1).to_sparse()]], ids=str)
 def test_other_things_than_tensors_are_refused(world: mpicomm.World, params: Any) -> None:
     with pytest.raises(ValueError, match="must be a"):
         hvd.broadcast_parameters(params, root_rank=0)
+
+
+@pytest.mark.parametrize("root", [99, -1, "0", None])
+def test_errors_about_the_root_name_the_function(world: mpicomm.World, root: Any) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    calls = {
+        "broadcast_parameters": lambda: hvd.broadcast_parameters([torch.zeros(1)], root),
+        "broadcast_optimizer_state": lambda: hvd.broadcast_optimizer_state(optimizer, root),
+        "broadcast_object": lambda: hvd.broadcast_object(1, root),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"^{name}: root_rank must be one of the ranks \[0.*, got {root!r}\."):
+            call()
 
 
 # -- the state of an optimizer -----------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ def test_a_steady_step_in_any_order_costs_one_exchange(monkeypatch: pytest.Monke
     monkeypatch.setattr(exchange, "all_gather_text", lambda text: texts.append(text) or original(text))
     for _ in range(20):
         step()
+        hvd.barrier()
     assert texts == []
 
 

@@ -305,15 +305,46 @@ def two_linear() -> nn.Sequential:
         (lambda model: {"backward_passes_per_step": 0}, "positive integer, got 0"),
         (lambda model: {"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "requires op=hvd.Average"),
         (lambda model: {"groups": 0}, "groups must be a positive integer"),
-        (lambda model: {"groups": [[1]]}, "lists of parameters"),
+        (lambda model: {"groups": (model[0].bias,)}, r"lists of parameters, got a tuple\.$"),
+        (lambda model: {"groups": [model[0].bias]}, r"^groups\[0\] must be a list of parameters, got a Parameter\.$"),
+        (lambda model: {"groups": [[], 2]}, r"^groups\[1\] must be a list of parameters, got a int\.$"),
+        (lambda model: {"groups": [[model[0].bias, 1]]}, r"^groups\[0\]\[1\] must be a parameter, got a int\.$"),
+        (lambda model: {"op": 17}, r"^DistributedOptimizer: op must be .*, got 17\.$"),
+        (
+            lambda model: {"process_set": hvd.ProcessSet([0])},
+            "^DistributedOptimizer: the process set is not registered",
+        ),
         (lambda model: {"groups": [[model[0].bias], [model[0].bias]]}, "must not contain a parameter twice"),
     ],
-    ids=["repeated", "unnamed", "no-pairs", "passes", "predivided-sum", "no-group", "no-tensors", "twice"],
+    ids=[
+        "repeated",
+        "unnamed",
+        "no-pairs",
+        "passes",
+        "predivided-sum",
+        "no-group",
+        "tuple",
+        "tensor",
+        "number",
+        "no-tensor",
+        "op",
+        "set",
+        "twice",
+    ],
 )
 def test_arguments_are_checked(world: mpicomm.World, options: Callable[[nn.Module], dict], message: str) -> None:
     model = two_linear()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"(?m){message}"):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), **options(model))
+
+
+def test_a_group_may_be_an_iterator_of_parameters(world: mpicomm.World) -> None:
+    model = two_linear()
+    optimizer = wrapped(model, groups=[model[0].parameters()])
+    assert optimizer._reducer._bucket_of == {
+        parameter: tuple(model[0].parameters()) if name.startswith("0") else (parameter,)
+        for name, parameter in model.named_parameters()
+    }
 
 
 def test_an_optimizer_is_wrapped_once(world: mpicomm.World) -> None:

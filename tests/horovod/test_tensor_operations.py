@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +49,18 @@ def test_factors(dtype: torch.dtype) -> None:
     scattered = hvd.reducescatter(tensor.repeat(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=1.5)
     assert scattered.tolist() == scaled.tolist()
     assert tensor.tolist() == [6] * 5
+    factors = {"prescale_factor": np.float32(0.5), "postscale_factor": torch.tensor(1.5)}
+    assert hvd.allreduce(tensor, op=np.int64(hvd.Sum), **factors).tolist() == scaled.tolist()
+    assert hvd.reducescatter(tensor.repeat(size), op=np.int64(hvd.Sum), **factors).tolist() == scaled.tolist()
+
+
+@pytest.mark.parametrize("factor", ["2", math.nan, torch.ones(2), None], ids=str)
+def test_a_factor_that_is_no_number_is_an_error_of_this_rank_alone(factor: Any) -> None:
+    with pytest.raises(ValueError, match=r"^allreduce_: postscale_factor must be a number, got "):
+        hvd.allreduce_(torch.ones(1), postscale_factor=factor)
+    with pytest.raises(ValueError, match=r"^reducescatter: prescale_factor must be a number, got "):
+        hvd.reducescatter(torch.ones(1), prescale_factor=factor)
+    assert hvd.allreduce(torch.ones(1)).item() == 1.0
 
 
 def test_in_place_and_grouped() -> None:
@@ -166,6 +181,11 @@ def test_alltoall() -> None:
     assert counts.dtype == torch.int32
     start = sum(range(rank))
     assert received.tolist() == [100 * other + start + i for other in range(size) for i in range(rank)]
+    # the tensor of the splits can be used again after the call
+    reused = torch.ones(size, dtype=torch.int32)
+    handle = hvd.alltoall_async(torch.arange(2 * size) + 100 * rank, reused)
+    reused.fill_(2)
+    assert hvd.synchronize(handle)[0].tolist() == [100 * other + rank for other in range(size)]
     for bad, message in ((torch.ones(size), "int32"), ([1] * (size + 1), "one for each rank"), ([9] * size, "at most")):
         with pytest.raises(ValueError, match=message):
             hvd.alltoall(torch.ones(size), bad)
@@ -253,6 +273,8 @@ def test_invalid_arguments() -> None:
         hvd.allreduce(torch.ones(2).to_sparse())
     with pytest.raises(ValueError, match=r"op must be hvd\.Average or hvd\.Sum"):
         hvd.sparse_allreduce_async(torch.ones(2).to_sparse(), "name", hvd.Max)
+    with pytest.raises(ValueError, match=r"^sparse_allreduce_async: the process set is not registered"):
+        hvd.sparse_allreduce_async(torch.ones(2).to_sparse(), "name", hvd.Sum, hvd.ProcessSet([0]))
 
 
 def test_properties_of_the_job() -> None:

@@ -60,6 +60,8 @@ def check():
     assert importlib.util.find_spec('horovod.torch') is not None
     assert Compression is hvd.Compression and TorchState is hvd.elastic.TorchState
     assert mpi_ops.allreduce is allreduce and rank() == hvd.rank()
+    assert horovod.common.exceptions.__all__ == ["HorovodInternalError", "HostsUpdatedInterrupt"]
+    assert not hasattr(hvd.compression, "allreduce") and not hasattr(hvd.elastic.sampler, "State")
     print("version", horovod.__version__.split(".")[0])
     print("sum", int(allreduce(torch.tensor([hvd.rank() + 1]), op=hvd.Sum, name="named")))
     loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
@@ -273,3 +275,23 @@ def test_a_lower_thread_level_is_an_error_on_every_rank() -> None:
     assert (
         "LaunchError: init: the operations of Horovod need the MPI thread level MPI_THREAD_MULTIPLE" in outcome.stderr
     )
+
+
+def test_invalid_process_sets_leave_horovod_uninitialized() -> None:
+    code = """
+import torch, mpicomm.horovod as hvd
+for ranks in [0], [1]:
+    try:
+        hvd.init(process_sets=[hvd.ProcessSet(ranks)])
+    except ValueError as error:
+        print(str(error).splitlines()[0], hvd.is_initialized())
+hvd.init()
+print(hvd.allreduce(torch.ones(1)).item())
+"""
+    outcome = run_alone(["-c", code])
+    assert outcome.status == 0, outcome
+    first, second, third = outcome.stdout.splitlines()
+    assert first.startswith("init: process_sets[0] has the ranks of an earlier set: ")
+    assert first.endswith(" False")
+    assert second == "process set: ranks must be different ranks from 0 to 0, got [1]. False"
+    assert third == "1.0"

@@ -31,5 +31,10 @@ def test_neither_torch_nor_mpi_is_imported(code: str) -> None:
     assert not {module.split(".")[0] for module in modules} & HEAVY
 
 
+def test_the_package_runs_without_docstrings() -> None:
+    outcome = run_alone(["-OO", "-c", "import mpicomm.horovod, mpicomm.training.trainer, mpicomm.cli.main"])
+    assert outcome.status == 0, outcome
+
+
 def test_the_door_to_mpi_stays_shut_until_it_is_used() -> None:
     assert "mpi4py" not in {module.split(".")[0] for module in imported("import mpicomm.mpi, mpicomm.job.bootstrap")}

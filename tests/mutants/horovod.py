@@ -55,6 +55,14 @@ MUTANTS = [
         tests="tests/horovod/test_matching.py -k test_ranks_number_calls",
         ranks=2,
     ),
+    Mutant(
+        "tensor_operations.barrier",
+        old='Submission("barrier.barrier", Signature(submission.BARRIER))',
+        new='Submission("barrier.barrier", Signature(submission.BARRIER), is_cacheable=False)',
+        fault="Every hvd.barrier() exchanges its description, and takes five times as long.",
+        tests="tests/horovod/test_matching.py -k steady_step",
+        ranks=2,
+    ),
     # -- operations -----------------------------------------------------------------------------------------
     Mutant(
         "_batches",
@@ -109,6 +117,42 @@ MUTANTS = [
         tests="tests/horovod/test_tensor_operations.py -k in_place_and_grouped",
         ranks=2,
     ),
+    Mutant(
+        "tensor_operations._public",
+        old='public.__annotations__["return"] = result',
+        fault="typing.get_type_hints(hvd.allreduce) has no type of the result.",
+        tests="tests/unit/test_horovod_functions.py -k signatures",
+    ),
+    Mutant(
+        "tensor_operations._public",
+        old="declaration.__doc__ is not None",
+        new="True",
+        fault="mpicomm.horovod cannot be imported by python -OO, which removes docstrings.",
+        tests="tests/launch/test_import.py -k docstrings",
+    ),
+    Mutant(
+        "ProcessSet.__init__",
+        old="sorted(int(rank) for rank in ranks)",
+        new="sorted(ranks)",
+        fault="A process set whose ranks are an IntEnum contains words for ranks.",
+        tests="tests/unit/test_horovod_functions.py -k integers_only",
+    ),
+    Mutant(
+        "tensor_operations._factors",
+        old="float(value)",
+        new="value",
+        fault="A factor of NumPy ends Horovod on this rank, and the other ranks wait.",
+        tests="tests/horovod/test_tensor_operations.py -k test_factors",
+        ranks=2,
+    ),
+    Mutant(
+        "tensor_operations._alltoall",
+        old="splits.clone()",
+        new="splits",
+        fault="A program that changes its splits after hvd.alltoall_async sends other rows.",
+        tests="tests/horovod/test_tensor_operations.py -k test_alltoall",
+        ranks=2,
+    ),
     # -- process sets and tensors -------------------------------------------------------------------------
     Mutant(
         "process_sets._ranks_of",
@@ -117,6 +161,13 @@ MUTANTS = [
         fault="A process set with a rank that the job does not have is an error of torch.",
         tests="tests/horovod/test_matching.py -k invalid_sets",
         ranks=2,
+    ),
+    Mutant(
+        "_Registry.open",
+        old="ranks in ranks_of_sets",
+        new="False",
+        fault="hvd.init registers two process sets of the same ranks.",
+        tests="tests/launch/test_horovod_scripts.py -k uninitialized",
     ),
     Mutant(
         "Signature.difference",
@@ -212,7 +263,7 @@ MUTANTS = [
         tests="tests/unit/test_horovod_variables.py",
     ),
     Mutant(
-        "_effective_op",
+        "checked_op",
         old="op not in range(len(OP_NAMES))",
         new="False",
         fault="hvd.allreduce with an unknown op is a KeyError.",

@@ -57,11 +57,26 @@ if bucket not in self._started:
         ranks=4,
     ),
     Mutant(
-        "optimizer._are_groups",
-        old="isinstance(groups, int) and groups > 0",
-        new="isinstance(groups, int)",
+        "optimizer._buckets",
+        old="not isinstance(groups, int) or groups < 1",
+        new="not isinstance(groups, int)",
         fault="hvd.DistributedOptimizer(groups=0) reduces no gradient.",
         tests="tests/horovod/test_optimizer.py -k arguments_are_checked",
+        ranks=2,
+    ),
+    Mutant(
+        "optimizer._parameters",
+        old="list(group)",
+        new="group",
+        fault="hvd.DistributedOptimizer(groups=[module.parameters()]) ignores the group.",
+        tests="tests/horovod/test_optimizer.py -k iterator",
+        ranks=2,
+    ),
+    Mutant(
+        "TorchState.__init__",
+        old="break",
+        fault="A TorchState of a model that is a sampler, too, is a KeyError.",
+        tests="tests/horovod/test_elastic.py -k two_kinds",
         ranks=2,
     ),
     Mutant(
@@ -79,6 +94,13 @@ if bucket not in self._started:
         fault="A rank keeps the state of its optimizer if the root has none.",
         tests="tests/horovod/test_functions.py -k state_is_that_of_the_root",
         ranks=4,
+    ),
+    Mutant(
+        "broadcast_optimizer_state",
+        old='index_of_root(root_rank, global_process_set, "broadcast_optimizer_state")',
+        fault="hvd.broadcast_optimizer_state from a rank that does not exist is an IndexError.",
+        tests="tests/horovod/test_functions.py -k about_the_root",
+        ranks=2,
     ),
     Mutant(
         "broadcast_object",

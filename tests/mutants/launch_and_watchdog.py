@@ -713,6 +713,13 @@ else:
     ),
     # -- jobscript ------------------------------------------------------------------------------------------
     Mutant(
+        "cli.job.run",
+        old="content = text.encode()",
+        new="content = text.encode('ascii')",
+        fault="mpicomm job -o cannot write a script with letters that are not ASCII.",
+        tests="tests/unit/test_jobscript.py -k utf_8",
+    ),
+    Mutant(
         "jobscript.options",
         old=r"r'[^~$\0-].*'",
         new=r"r'[^~$\0].*'",

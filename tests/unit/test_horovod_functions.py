@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
+import pickle
 import re
+import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +45,7 @@ def test_signatures_are_those_of_horovod(name: str) -> None:
     function = getattr(hvd, name)
     assert function.__name__ == name
     assert list(inspect.signature(function).parameters) == FORMS[name]
+    assert list(typing.get_type_hints(function)) == [*FORMS[name], "return"]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -66,3 +71,28 @@ def test_docstrings_describe_the_form(name: str) -> None:
 def test_errors_about_arguments_name_the_function(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call()
+
+
+def test_a_star_import_leaves_the_variables_of_a_program() -> None:
+    names: dict[str, Any] = {}
+    exec("from mpicomm.horovod import *", names)
+    assert [name for name, value in names.items() if isinstance(value, types.ModuleType)] == ["elastic"]
+    assert "annotations" not in names
+    assert names["DistributedOptimizer"] is hvd.DistributedOptimizer
+    assert names["Average"] == hvd.Average
+
+
+def test_pickles_name_the_public_module() -> None:
+    for public in (hvd.SyncBatchNorm, hvd.ProcessSet, hvd.Compression, hvd.HorovodInternalError):
+        assert public.__module__ == "mpicomm.horovod"
+        assert pickle.loads(pickle.dumps(public)) is public
+        typing.get_type_hints(public)
+    assert hvd.elastic.ElasticSampler.__module__ == "mpicomm.horovod.elastic"
+
+
+def test_process_sets_accept_integers_only() -> None:
+    rank = enum.IntEnum("Rank", ["FIRST", "SECOND"])
+    assert str(hvd.ProcessSet([rank.SECOND, rank.FIRST])).startswith("ProcessSet(process_set_id=None, ranks=[1, 2],")
+    for ranks in ([True], [0.0], ["0"], 3):
+        with pytest.raises(ValueError, match=r"^ProcessSet: ranks_or_comm must be ranks \(integers\) or an mpi4py"):
+            hvd.ProcessSet(ranks)

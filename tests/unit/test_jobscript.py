@@ -443,6 +443,16 @@ def test_a_script_is_written(scheduler: str, submit: str, tmp_path: Path, capsys
     assert f"#     mpicomm job {scheduler} -o '{file}' -- python train.py\n" in text
 
 
+def test_a_script_is_utf_8_in_every_locale(tmp_path: Path) -> None:
+    file, template = tmp_path / "job.sh", tmp_path / "own.j2"
+    template.write_text("# caf\u00e9\n", encoding="utf-8")
+    command = ["-m", "mpicomm", "job", "slurm", "--template", str(template), "-o", str(file), "--", *PROGRAM]
+    environ = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    outcome = launching.run_alone(command, env=environ)
+    assert outcome.status == 0, outcome
+    assert file.read_bytes() == "# caf\u00e9\n".encode()
+
+
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "No such file" in refusal(capsys, "slurm", "-o", str(tmp_path / "gone" / "job.sh"), "--", *PROGRAM)
 

@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import mpicomm.horovod
@@ -21,22 +22,23 @@ from mpicomm.horovod import (
 __version__ = "0.28.1"  # the release of Horovod whose interface this is
 __path__: list[str] = []  # a package without files: its submodules are in sys.modules
 
-_SUBMODULES: dict[str, types.ModuleType | None] = {
-    "common": None,
-    "common.elastic": elastic,
-    "common.exceptions": elastic,
-    "common.process_sets": process_sets,
-    "torch": mpicomm.horovod,
-    "torch.compression": tensor_operations,
-    "torch.elastic": elastic,
-    "torch.elastic.sampler": elastic,
-    "torch.elastic.state": elastic,
-    "torch.functions": functions,
-    "torch.mpi_ops": mpicomm.horovod,
-    "torch.optimizer": optimizer,
-    "torch.sync_batch_norm": sync_batch_norm,
+_PUBLIC = (*vars(mpicomm.horovod)["__all__"], *elastic.__all__)
+_SUBMODULES: dict[str, tuple[types.ModuleType | None, Sequence[str]]] = {
+    "common": (None, ()),
+    "common.elastic": (elastic, ("ObjectState", "State")),
+    "common.exceptions": (elastic, ("HorovodInternalError", "HostsUpdatedInterrupt")),
+    "common.process_sets": (process_sets, _PUBLIC),
+    "torch": (mpicomm.horovod, _PUBLIC),
+    "torch.compression": (tensor_operations, ("Compression", "Compressor", "FP16Compressor", "NoneCompressor")),
+    "torch.elastic": (elastic, (*elastic.__all__, "HorovodInternalError", "HostsUpdatedInterrupt")),
+    "torch.elastic.sampler": (elastic, ("ElasticSampler",)),
+    "torch.elastic.state": (elastic, ("ObjectState", "State", "TorchState")),
+    "torch.functions": (functions, _PUBLIC),
+    "torch.mpi_ops": (mpicomm.horovod, _PUBLIC),
+    "torch.optimizer": (optimizer, _PUBLIC),
+    "torch.sync_batch_norm": (sync_batch_norm, _PUBLIC),
 }
-"""The submodules, each after its package, and the module whose public names it has."""
+"""The submodules, each after its package; the module that has its names, and the names that it has if they exist."""
 
 
 def run(*args: Any, **kwargs: Any) -> Any:
@@ -47,12 +49,13 @@ def run(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _add(name: str, source: types.ModuleType | None) -> None:
+def _add(name: str, source: types.ModuleType | None, names: Sequence[str]) -> None:
     full = f"{__name__}.{name}"
     module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(full, None, is_package=True))
     if source is not None:
         module.__doc__ = source.__doc__
-        vars(module).update({key: value for key, value in vars(source).items() if not key.startswith("_")})
+        vars(module).update({key: value for key, value in vars(source).items() if key in names})
+        vars(module)["__all__"] = [key for key in names if key in vars(source)]
     sys.modules[full] = module
     package, _, last = full.rpartition(".")
     setattr(sys.modules[package], last, module)
@@ -72,6 +75,6 @@ class _MissingSubmodule:
         )
 
 
-for _name, _source in _SUBMODULES.items():
-    _add(_name, _source)
+for _name, (_source, _names) in _SUBMODULES.items():
+    _add(_name, _source, _names)
 sys.meta_path.insert(0, _MissingSubmodule)
