@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpicomm import job_info
-from mpicomm.job import interfaces, rendezvous
+from mpicomm.job import interfaces
 from mpicomm.settings import Settings
 from tests import nodes
 from tests.launching import Outcome, run_alone, run_command, run_ranks
@@ -121,6 +121,6 @@ def test_numa_nodes_are_those_of_the_processors(tmp_path: Path, cpus: list[int],
 def test_the_interface_towards_an_address() -> None:
     assert interfaces.towards("127.0.0.1") == "lo"
     assert interfaces.towards("no-such-host.invalid") is None
-    for address in rendezvous.own_addresses():
+    for address in interfaces.own_addresses():
         here = [name for name, each in interfaces.listed() if each == address]
         assert [interfaces.towards(address)] == here

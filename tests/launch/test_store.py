@@ -14,7 +14,7 @@ import os, socket, subprocess, sys
 import torch
 import torch.distributed as dist
 import mpicomm
-from mpicomm.job import rendezvous
+from mpicomm.job import interfaces
 
 _, port_of_gloo, port_of_mpicomm, port_of_the_user = sys.argv
 
@@ -54,7 +54,7 @@ def loopback():
         except OSError:
             return False
         return True
-    yield world.master_addr, answers("127.0.0.1"), [a for a in rendezvous.own_addresses() if answers(a)]
+    yield world.master_addr, answers("127.0.0.1"), [a for a in interfaces.own_addresses() if answers(a)]
 
 def address_of_the_user():
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port_of_the_user)

@@ -347,7 +347,7 @@ def check(
             assert source.is_shared != is_own
             assert not source.is_counted or source.total() == len(flat(epochs[0]))
             has_own_workers = is_own and workers > 0 and not isinstance(ranks.data[0], IterableDataset)
-            assert (source.inexact is not None) == (row.inexact or has_own_workers)
+            assert (source.inexact_reason is not None) == (row.inexact or has_own_workers)
     if not (workers or row.inexact):
         with Ranks(row, size, data=ranks.data) as ranks:
             assert ranks.steps(0) == epochs[0]
