@@ -16,7 +16,7 @@ pytestmark = pytest.mark.mpi
 def test_each_second_of_a_step_counts_once(world: mpicomm.World, monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 10.0, 13.0, 20.0, 30.0, 31.0, 31.5])
     monkeypatch.setattr(step_metrics, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
-    last = types.SimpleNamespace(called=18.0)  # the last operation of the backward pass
+    last = types.SimpleNamespace(called_at=18.0)  # the last operation of the backward pass
     monkeypatch.setattr(step_metrics.flight_recorder, "last", lambda: last)
     timer = step_metrics.StepTimer(torch.device("cpu"))
     timer.start()  # at 10 s
