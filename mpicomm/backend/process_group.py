@@ -151,7 +151,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         Args:
             ranks: Ranks of this group, in their order in the new group.
-            timeout: datetime.timedelta | None of the new group's operations; None for this group's.
+            timeout: Timeout of the new group's operations; None for this group's.
 
         Returns:
             The new group; None on ranks that are not in `ranks`.

@@ -1,1 +1,1 @@
-"""Startup of a job: topology, device assignment, rendezvous and the startup barrier."""
+"""The life of a job in this process: bootstrap, the session and its World, shutdown and recovery."""

@@ -44,6 +44,9 @@ class Survivors:
     failed: tuple[int, ...]
     """The ranks of the last world that have failed."""
 
+    reports_end: bool
+    """Whether this process reports the end of the world if no rank continues: the first of those that are left."""
+
     finished: frozenset[int]
     """The ranks that had reached the end of the program when another rank failed, and take no further part."""
 
@@ -89,7 +92,7 @@ def recover_from(last_session: Session) -> Session:
     with _time_limit(last_session, "recover()"):
         while True:
             # 1. find the processes that are left; until then, the watchdog of the last world reports ranks that hang
-            _, survivors = find_survivors(comm, last_session, finished)
+            survivors = find_survivors(comm, last_session, finished)
             last_session.stop_watching()
             mpi.forget_revoked()
             comm, finished = survivors.next_comm, survivors.finished
@@ -142,10 +145,8 @@ def leave_without_failed(last_session: Session) -> None:
     assert last_session.job.process_comm is not None
     _end_world(last_session)
     with _time_limit(last_session, "shutdown()"):
-        shrunk_comm, survivors = find_survivors(
-            last_session.job.process_comm, last_session, frozenset(), is_finished=True
-        )
-    if shrunk_comm.rank == 0 and not survivors.size and last_session.settings.parent:
+        survivors = find_survivors(last_session.job.process_comm, last_session, frozenset(), is_finished=True)
+    if survivors.reports_end and not survivors.size and last_session.settings.parent:
         # The last rank 0 may have failed. If other ranks continue, rank 0 of the next world reports their end.
         with contextlib.suppress(OSError, ValueError):
             parent_link.report_end(parent_link.Parent.parse(last_session.settings.parent), last_session.name)
@@ -205,7 +206,7 @@ def _time_limit(last_session: Session, operation: str) -> Iterator[None]:
 
 def find_survivors(
     comm: Intracomm, last_session: Session, finished: frozenset[int], *, is_finished: bool = False
-) -> tuple[Intracomm, Survivors]:
+) -> Survivors:
     """Find the processes that are left, and order them for the next world (collective over these processes).
 
     A failure in the meantime starts it again. After one, Open MPI 5.0 may also report success of a collective operation
@@ -218,7 +219,7 @@ def find_survivors(
         is_finished: Whether this process has reached the end of the program: it only agrees on the failed ranks.
 
     Returns:
-        The shrunk communicator of all processes that are left, finished ranks too, and these processes.
+        The processes that are left, finished ranks too.
     """
     rank = None if last_session.job.is_spare else last_session.world.rank
     error: Exception | None = None
@@ -236,7 +237,7 @@ def find_survivors(
             comm.Revoke()  # other processes may wait for this one
             error = caught
         if agreement.succeeded_on_all(comm, error is None) and survivors is not None:
-            return comm, survivors
+            return survivors
 
 
 def _order(comm: Intracomm, rank: int | None, size: int, finished: frozenset[int], *, is_finished: bool) -> Survivors:
@@ -263,7 +264,7 @@ def _order(comm: Intracomm, rank: int | None, size: int, finished: frozenset[int
     next_comm = comm.Split(
         mpi.api().UNDEFINED if is_finished else 0, 0 if is_finished else next_ranks(continuing, vacant)[index]
     )
-    return Survivors(cast("Intracomm", next_comm), next_size, tuple(failed), finished)
+    return Survivors(cast("Intracomm", next_comm), next_size, tuple(failed), comm.rank == 0, finished)
 
 
 def next_ranks(ranks: Sequence[int | None], failed: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Shared memory of the ranks of one node, and the C library."""
+"""The C library: shared memory of the ranks of one node, and a crash handler."""
 
 MISSING_LIBRARY = (
     "the C library of mpicomm was not built: tensors of ranks on one node use MPI instead of shared memory, "
