@@ -1,0 +1,55 @@
+"""The accelerator of this torch, of any vendor: its devices, and the points in their queues of work.
+
+torch has one type of accelerator per process ("cuda" also for AMD, "xpu", or that of an extension).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def device_type() -> str | None:
+    """Return the device type of the accelerator for which this torch was built or extended; None if there is none."""
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type
+
+
+def is_available() -> bool:
+    """Return whether this process sees a device of the accelerator."""
+    return torch.accelerator.is_available()
+
+
+def count() -> int:
+    """Return the number of devices that this process sees."""
+    return torch.accelerator.device_count() if is_available() else 0
+
+
+def is_initialized() -> bool:
+    """Return whether this process uses the accelerator: whether it has created a context on a device."""
+    if not is_available():
+        return False
+    module = torch.get_device_module(device_type())
+    return not hasattr(module, "is_initialized") or module.is_initialized()
+
+
+def current_device() -> torch.device:
+    """Return the current device of this thread."""
+    return torch.device(device_type() or "cpu", torch.accelerator.current_device_index())
+
+
+def select(device: torch.device) -> None:
+    """Make a device the current one of this thread; the CPU stays without effect."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the current stream of a device in this thread."""
+    return torch.accelerator.current_stream(device)
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """Return the devices that hold these tensors, without the CPU and without duplicates."""
+    return list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu))

@@ -1,0 +1,84 @@
+"""What only one vendor's accelerator has, or has under a name of its own: one class per vendor.
+
+All other code treats every accelerator alike, through `torch.accelerator`, `torch.Stream` and `torch.Event`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from mpicomm.devices import accelerator
+
+
+class Vendor:
+    """An accelerator of which only torch's own interfaces are known, such as that of an extension of torch."""
+
+    name = "accelerator"
+    """The name in messages."""
+
+    memory_kind = ""
+    """Its name among the memory kinds of MPI-4.1, section 11.4.3."""
+
+    mpi_queries: tuple[str, ...] = ()
+    """The functions by which an MPI library reports support for its addresses."""
+
+    visible_variables: tuple[str, ...] = ()
+    """The environment variables that select the devices that a process sees."""
+
+    def uuid(self, index: int) -> str:
+        """Return the UUID of a device; empty if it has none."""
+        properties = torch.get_device_module(accelerator.device_type()).get_device_properties(index)
+        return str(getattr(properties, "uuid", ""))
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream captures a graph instead of running its work."""
+        return False
+
+    def own_stream(self, device: torch.device) -> torch.Stream:
+        """Return a stream on a device that no other part of the program uses, if the vendor has such streams."""
+        return torch.Stream(device)
+
+
+class CUDA(Vendor):
+    """NVIDIA."""
+
+    name = "CUDA"
+    memory_kind = "cuda"
+    mpi_queries: tuple[str, ...] = ("MPIX_Query_cuda_support",)
+    visible_variables: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream captures a CUDA graph instead of running its work."""
+        return torch.cuda.is_current_stream_capturing()
+
+
+class ROCm(CUDA):
+    """AMD, which torch calls "cuda" as well; the MPI libraries do not."""
+
+    name = "ROCm"
+    memory_kind = "rocm"
+    mpi_queries: tuple[str, ...] = ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")
+    visible_variables: tuple[str, ...] = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+class XPU(Vendor):
+    """Intel."""
+
+    name = "XPU"
+    memory_kind = "level_zero"
+    mpi_queries: tuple[str, ...] = ("MPIX_Query_ze_support",)
+    visible_variables: tuple[str, ...] = ("ZE_AFFINITY_MASK",)
+
+
+@functools.cache
+def vendor() -> Vendor:
+    """Return the vendor of this torch's accelerator."""
+    match accelerator.device_type():
+        case "cuda":
+            return ROCm() if torch.version.hip else CUDA()
+        case "xpu":
+            return XPU()
+        case _:
+            return Vendor()
