@@ -1,11 +1,11 @@
-"""Properties of this host that need neither torch nor MPI: processors, GPUs, processes, versions of packages."""
+"""Properties of this host that need neither torch nor MPI: processors, processes, versions of packages."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -22,15 +22,6 @@ def cpu_quota() -> int | None:
     """Return the CPU limit of the container, in CPUs, rounded up; None without a limit."""
     quota, _, period = read("/sys/fs/cgroup/cpu.max").partition(" ")
     return max(1, -(-int(quota) // int(period))) if quota.isdigit() and period.isdigit() else None
-
-
-def gpus(environ: Mapping[str, str]) -> int:
-    """Return the number of GPUs without CUDA, which takes seconds; the GPUs of a container are in its /dev."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
-    nodes = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
-    return len(nodes) or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def processor() -> str:

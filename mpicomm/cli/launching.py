@@ -16,6 +16,7 @@ from pathlib import Path
 from mpicomm import host_info, launch, mpi, terminal
 from mpicomm.cli.console import print_message
 from mpicomm.cli.supervisor import End, Supervisor
+from mpicomm.devices import counting
 from mpicomm.errors import LaunchError
 from mpicomm.launch import allocation, commands, environment, mpi_operator, node_range, queries
 from mpicomm.launch.allocation import FluxAllocation, Host, HostAllocation, SlurmAllocation
@@ -185,7 +186,7 @@ def _machine(environ: Mapping[str, str]) -> Machine:
         is_whole=len(cpus) == os.cpu_count(),
         is_root=os.geteuid() == 0,
         python=sys.executable,
-        gpus=host_info.gpus(environ),
+        gpus=counting.count(environ).count,
     )
 
 

@@ -10,6 +10,7 @@ import functools
 import torch
 
 from mpicomm.devices import accelerator
+from mpicomm.launch import visible_devices
 
 
 class Vendor:
@@ -47,7 +48,7 @@ class CUDA(Vendor):
     name = "CUDA"
     memory_kind = "cuda"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_cuda_support",)
-    visible_variables: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
+    visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.NVIDIA]
 
     def is_capturing(self) -> bool:
         """Return whether the current stream captures a CUDA graph instead of running its work."""
@@ -60,7 +61,7 @@ class ROCm(CUDA):
     name = "ROCm"
     memory_kind = "rocm"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")
-    visible_variables: tuple[str, ...] = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.AMD]
 
 
 class XPU(Vendor):
@@ -69,7 +70,7 @@ class XPU(Vendor):
     name = "XPU"
     memory_kind = "level_zero"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_ze_support",)
-    visible_variables: tuple[str, ...] = ("ZE_AFFINITY_MASK",)
+    visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.INTEL]
 
 
 @functools.cache

@@ -7,9 +7,9 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from mpicomm import host_info
+from mpicomm.devices import counting
 from mpicomm.doctor.findings import Finding, ok, problem, warning
-from mpicomm.launch import allocation, queries
+from mpicomm.launch import allocation, queries, visible_devices
 
 _QUERY = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 _LISTED = re.compile(r".+, [\d.]+")  # nvidia-smi prints errors on standard output, too
@@ -20,7 +20,7 @@ class GPUFacts:
     """The GPUs of this host."""
 
     devices: int
-    """The number of GPUs whose driver is loaded, as /dev shows it."""
+    """The number of GPUs whose driver is loaded, as the kernel's files show it."""
 
     listed: tuple[str, ...]
     """The lines of nvidia-smi, one for each GPU; empty without it."""
@@ -28,8 +28,8 @@ class GPUFacts:
     assigned: str | None
     """The variable that assigns GPUs to this process."""
 
-    visible: str | None
-    """CUDA_VISIBLE_DEVICES; None if it is not set."""
+    hidden_by: str | None
+    """The variable that hides the GPUs from this process, with its value."""
 
     build: str
     """The version of CUDA or ROCm for which torch was built; empty for a torch without GPU support."""
@@ -58,10 +58,10 @@ def collect(environ: Mapping[str, str]) -> GPUFacts:
             if not torch.cuda.can_device_access_peer(first, second)
         ]
     return GPUFacts(
-        host_info.gpus({}),
+        counting.count({}).count,
         tuple(listed),
         allocation.assigned_gpus(environ),
-        environ.get("CUDA_VISIBLE_DEVICES"),
+        visible_devices.hiding(environ),
         build,
         tuple(names),
         tuple(pairs),
@@ -74,8 +74,8 @@ def check(facts: GPUFacts) -> list[Finding]:
         return [ok("GPUs", _format_gpus(facts)), *_check_peers(facts)]
     if not (facts.devices or facts.listed or facts.assigned):
         return [ok("GPUs", "none: tensors are on the CPU")]
-    if facts.visible in ("", "-1", "NoDevFiles"):
-        message = f"CUDA_VISIBLE_DEVICES={facts.visible} hides the GPUs of this host"
+    if facts.hidden_by:
+        message = f"{facts.hidden_by} hides the GPUs of this host"
         return [warning("GPUs", message, "Unset it, or ask the scheduler for GPUs, to use them.")]
     reason = f"{facts.assigned} assigns GPUs" if facts.assigned else f"this host has {_count(facts)}"
     if not facts.build:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from mpicomm.errors import LaunchError
+from mpicomm.launch import visible_devices
 
 PBS_HOSTS = "PBS_NODEFILE"
 """The file of host names, one line per process, which is all that PBS provides: mpirun sets the rank variables."""
@@ -201,11 +202,11 @@ def requeues(environ: Mapping[str, str]) -> int:
 
 def assigned_gpus(environ: Mapping[str, str]) -> str | None:
     """Return the variable in which the scheduler or the user assigns GPUs to this process; None without one."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return None if visible in ("", "-1", "NoDevFiles") else f"CUDA_VISIBLE_DEVICES={visible}"
+    if visible_devices.hiding(environ):
+        return None
     names = ("SLURM_STEP_GPUS", "SLURM_GPUS_PER_TASK")
-    return next((f"{name}={environ[name]}" for name in names if environ.get(name)), None)
+    of_slurm = (f"{name}={environ[name]}" for name in names if environ.get(name))
+    return visible_devices.assigning(environ) or next(of_slurm, None)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:

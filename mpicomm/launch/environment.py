@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpicomm.errors import LaunchError
-from mpicomm.launch import detect, known_launchers
+from mpicomm.launch import detect, known_launchers, visible_devices
 from mpicomm.launch.known_launchers import MPI_LAUNCHERS, TORCHRUN
 
 _CLEARED = (*MPI_LAUNCHERS, TORCHRUN)  # SLURM_* are those of the allocation too
@@ -19,10 +19,11 @@ _ADDRESS = {"MASTER_ADDR", "MASTER_PORT"}
 _FORWARDED = (
     "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_*", "KMP_*", "MKL_*",
     "THP_MEM_ALLOC_ENABLE", "MASTER_ADDR", "MASTER_PORT", "MPICOMM_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "TORCH_*",
-    "TORCHINDUCTOR_*", "PYTORCH_*", "CUDA_*", "HF_*", "TOKENIZERS_PARALLELISM", "WANDB_*",
+    "TORCHINDUCTOR_*", "PYTORCH_*", "CUDA_*", "HIP_*", "HSA_*", "RCCL_*", "MIOPEN_*", "ZE_*", "CCL_*", "HF_*",
+    "TOKENIZERS_PARALLELISM", "WANDB_*",
     "PBS_JOBID", "PBS_ARRAY_*", "LSB_JOBID", "LSB_JOBINDEX", "SLURM_JOB_ID", "SLURM_ARRAY_*",
 )  # fmt: skip
-_LOCAL = ("CUDA_VISIBLE_DEVICES", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_")
+_LOCAL = (*visible_devices.NAMES, "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_")
 _OF_MPI = ("OMPI_*", "PRTE_*", "PMIX_*")  # Open MPI forwards them itself
 
 _SERVICE_STEPS = 0xFFFFFFF0  # IDs of Slurm's own steps, such as the shell of an salloc, start here

@@ -119,8 +119,8 @@ MUTANTS = [
     ),
     Mutant(
         "gpu_check.check",
-        old='facts.visible in ("", "-1", "NoDevFiles")',
-        new="False",
+        old="if facts.hidden_by:",
+        new="if False:",
         fault="The doctor recommends another driver if CUDA_VISIBLE_DEVICES hides the GPUs.",
         tests="tests/unit/test_doctor.py -k test_gpus",
     ),

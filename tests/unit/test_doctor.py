@@ -277,7 +277,11 @@ NO_GPU = GPUFacts(0, (), None, None, "")
         (dataclasses.replace(NO_GPU, devices=2), [("GPUs", "problem")], "has 2 GPUs, but torch was built without CUDA"),
         (dataclasses.replace(NO_GPU, devices=1, build="12.8"), [("GPUs", "problem")], "Run `nvidia-smi` here."),
         (dataclasses.replace(GPUS, names=()), [("GPUs", "problem")], "NVIDIA H100, 550.54"),
-        (dataclasses.replace(GPUS, names=(), visible=""), [("GPUs", "warning")], "CUDA_VISIBLE_DEVICES= hides"),
+        (
+            dataclasses.replace(GPUS, names=(), hidden_by="CUDA_VISIBLE_DEVICES="),
+            [("GPUs", "warning")],
+            "CUDA_VISIBLE_DEVICES= hides",
+        ),
         (dataclasses.replace(NO_GPU, assigned="SLURM_STEP_GPUS=0"), [("GPUs", "problem")], "SLURM_STEP_GPUS=0 assigns"),
         (dataclasses.replace(GPUS, without_peer_access=((0, 2),)), [("GPU topology", "warning")], "GPUs 0-2 cannot"),
     ],

@@ -16,7 +16,7 @@ import pytest
 from mpicomm import launch
 from mpicomm.cli.main import main
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, commands, environment, queries, request
+from mpicomm.launch import allocation, commands, environment, queries, request, visible_devices
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
@@ -282,6 +282,10 @@ def test_an_lsf_allocation() -> None:
         ({"SLURM_STEP_GPUS": "2"}, "SLURM_STEP_GPUS=2"),
         ({"SLURM_GPUS_PER_TASK": "1"}, "SLURM_GPUS_PER_TASK=1"),
         *(({"CUDA_VISIBLE_DEVICES": none, "SLURM_GPUS_PER_TASK": "1"}, None) for none in ("", "-1", "NoDevFiles")),
+        ({"ROCR_VISIBLE_DEVICES": "4", "SLURM_STEP_GPUS": "4"}, "ROCR_VISIBLE_DEVICES=4"),
+        ({"ROCR_VISIBLE_DEVICES": "", "SLURM_STEP_GPUS": "4"}, None),
+        ({"ZE_AFFINITY_MASK": "0.1"}, "ZE_AFFINITY_MASK=0.1"),
+        ({"ZE_AFFINITY_MASK": "", "SLURM_STEP_GPUS": "4"}, "SLURM_STEP_GPUS=4"),  # an empty mask selects all
         ({}, None),
     ],
 )
@@ -655,16 +659,17 @@ def test_launchers_get_a_home(is_known: bool, home: str, monkeypatch: pytest.Mon
 
 
 TRAVELLING = (
-    "CUDA_HOME HF_HOME LD_LIBRARY_PATH LSB_JOBID LSB_JOBINDEX MASTER_ADDR MPICOMM_DEBUG NCCL_DEBUG OMP_NUM_THREADS "
-    "PATH PBS_ARRAY_INDEX PBS_JOBID PYTHONPATH SLURM_ARRAY_TASK_ID SLURM_JOB_ID THP_MEM_ALLOC_ENABLE TORCH_LOGS "
-    "VIRTUAL_ENV"
+    "CCL_LOG_LEVEL CUDA_HOME HF_HOME HSA_XNACK LD_LIBRARY_PATH LSB_JOBID LSB_JOBINDEX MASTER_ADDR MPICOMM_DEBUG "
+    "NCCL_DEBUG OMP_NUM_THREADS PATH PBS_ARRAY_INDEX PBS_JOBID PYTHONPATH SLURM_ARRAY_TASK_ID SLURM_JOB_ID "
+    "THP_MEM_ALLOC_ENABLE TORCH_LOGS VIRTUAL_ENV ZE_FLAT_DEVICE_HIERARCHY"
 )
 
 
 def test_variables_are_forwarded_to_other_hosts() -> None:
     travelling = TRAVELLING.split()
-    staying = ["CUDA_VISIBLE_DEVICES", "DISPLAY", "HOSTNAME", "PBS_NODEFILE", "PWD", "SSH_TTY", "TMPDIR"]
+    staying = ["DISPLAY", "HOSTNAME", "PBS_NODEFILE", "PWD", "SSH_TTY", "TMPDIR", *visible_devices.NAMES]
     assert environment.forwarded(dict.fromkeys([*staying, *travelling], "1")) == travelling
+    assert environment.forwarded(dict.fromkeys(visible_devices.NAMES, "1"), everything=True) == []
 
 
 def test_variables_that_the_user_names_are_forwarded_too() -> None:

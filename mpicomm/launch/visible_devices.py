@@ -1,0 +1,121 @@
+"""The environment variables that restrict the accelerators of a process, and the rules of the vendors' drivers.
+
+Users and schedulers set the variables. A driver does not report an invalid entry: it hides devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+NVIDIA, AMD, INTEL, ASCEND, GAUDI = "NVIDIA", "AMD", "Intel", "Ascend", "Gaudi"
+"""The vendors of accelerators."""
+
+_CUDA, _HIP, _ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+_LEVEL_ZERO, _ASCEND, _HABANA = "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES"
+
+VARIABLES: Mapping[str, tuple[str, ...]] = {
+    NVIDIA: (_CUDA,),
+    AMD: (_ROCR, _HIP, _CUDA),
+    INTEL: (_LEVEL_ZERO,),
+    ASCEND: (_ASCEND,),
+    GAUDI: (_HABANA,),
+}
+"""For each vendor the variables, in the order in which its driver applies them."""
+
+# HIP does not read GPU_DEVICE_ORDINAL, which AMD documents for HIP and OpenCL: only the OpenCL runtime does (ROCclr).
+NAMES = (*dict.fromkeys(name for names in VARIABLES.values() for name in names), "GPU_DEVICE_ORDINAL")
+"""All variables. Their values are those of one host."""
+
+_NO_DEVICES = ("", "-1", "NoDevFiles")  # the last one is Slurm's, in a job without GPUs
+_ENTRY = re.compile(r"\s*(?:\+?(?P<index>\d+)|GPU-\S+)")
+
+
+def assigning(environ: Mapping[str, str]) -> str | None:
+    """Return the first variable that selects devices, as `name=value`; None if no variable does."""
+    return next((f"{name}={environ[name]}" for name in NAMES if environ.get(name)), None)
+
+
+def hiding(environ: Mapping[str, str]) -> str | None:
+    """Return the first variable that hides all devices of a vendor, as `name=value`; None if no variable does."""
+    names = [name for name in NAMES if name != _LEVEL_ZERO]  # an empty mask selects all devices
+    return next((f"{name}={environ[name]}" for name in names if environ.get(name) in _NO_DEVICES), None)
+
+
+def count(vendor: str, environ: Mapping[str, str], partitions: Sequence[int]) -> int:
+    """Return the number of devices that a process with this environment sees.
+
+    Args:
+        vendor: The vendor of the accelerators.
+        partitions: For each accelerator of the host the number of its partitions (MIG devices, tiles); 0 for an
+            undivided one.
+    """
+    return _RULES[vendor](environ, partitions) if partitions else 0
+
+
+def _count_cuda(environ: Mapping[str, str], partitions: Sequence[int]) -> int:
+    text = environ.get(_CUDA, ",".join(map(str, range(len(partitions)))))
+    selected = _valid(text, len(partitions))
+    # A process sees one MIG device, the first one, and beside it no undivided GPU (NVIDIA's MIG user guide).
+    sees_mig = text.lstrip().startswith("MIG-") or any(partitions[int(entry)] for entry in selected if entry.isdigit())
+    return 1 if sees_mig else len(selected)
+
+
+def _count_rocm(environ: Mapping[str, str], partitions: Sequence[int]) -> int:
+    devices = len(partitions)
+    if _ROCR in environ:  # HIP's variable selects among the remaining devices
+        devices = len(_valid(environ[_ROCR], devices, repeat_hides_all=False))
+    return _count_listed(environ.get(_HIP, environ.get(_CUDA)), devices)
+
+
+def _count_level_zero(environ: Mapping[str, str], partitions: Sequence[int]) -> int:
+    tiles = [max(1, number) for number in partitions]
+    # The valid entries, and the device that each of them selects. By default (FLAT) every tile is a device.
+    if environ.get("ZE_FLAT_DEVICE_HIERARCHY") == "COMPOSITE":
+        gpus = enumerate(tiles)
+        device_of = {entry: gpu for gpu, number in gpus for entry in (str(gpu), *_tiles_of(gpu, number))}
+    else:
+        device_of = {str(tile): tile for tile in range(sum(tiles))}
+    mask = environ.get(_LEVEL_ZERO, "")
+    # Intel's driver skips invalid entries, and takes an empty mask for none.
+    selected = [entry.strip() for entry in mask.split(",")] if mask else list(device_of)
+    return len({device_of[entry] for entry in selected if entry in device_of})
+
+
+def _tiles_of(gpu: int, number: int) -> list[str]:
+    return [f"{gpu}.{tile}" for tile in range(number)]
+
+
+def _count_listed(text: str | None, devices: int) -> int:
+    return devices if text is None else len(_valid(text, devices))
+
+
+def _valid(text: str, devices: int, *, repeat_hides_all: bool = True) -> list[str]:
+    """Return the entries of a list of indices and UUIDs: the first invalid entry ends the list.
+
+    Whether a UUID exists is unknown without the driver.
+
+    Args:
+        devices: Number of devices.
+        repeat_hides_all: Whether an entry that is listed twice hides all devices, as with CUDA and HIP, instead of
+            ending the list, as with ROCr.
+    """
+    entries: list[str] = []
+    for entry in text.split(","):
+        match = _ENTRY.match(entry)
+        if match is None or int(match["index"] or 0) >= devices:
+            break
+        value = match["index"] or match[0].strip()
+        if value in entries:
+            return [] if repeat_hides_all else entries
+        entries.append(value)
+    return entries[:devices]
+
+
+_RULES: Mapping[str, Callable[[Mapping[str, str], Sequence[int]], int]] = {
+    NVIDIA: _count_cuda,
+    AMD: _count_rocm,
+    INTEL: _count_level_zero,
+    ASCEND: lambda environ, partitions: _count_listed(environ.get(_ASCEND), len(partitions)),
+    GAUDI: lambda environ, partitions: _count_listed(environ.get(_HABANA), len(partitions)),
+}

@@ -1,0 +1,338 @@
+"""The accelerators of machines, counted in the kernel's files and in variables, without a driver.
+
+The trees of files follow the documentation and sources of kernels, drivers and computing centres. For each machine the
+ranks that `mpicomm run` starts, the device of each rank, and the backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mpicomm import mpi
+from mpicomm.cli import launching
+from mpicomm.devices import counting, vendors
+from mpicomm.devices.counting import Accelerators
+from mpicomm.job import devices, plan
+from mpicomm.launch import queries, visible_devices
+from mpicomm.launch.allocation import Allocation, HostAllocation, SlurmAllocation
+from mpicomm.launch.mpi_library import Library
+from mpicomm.launch.request import Machine, Request
+from mpicomm.launch.visible_devices import AMD, ASCEND, GAUDI, INTEL, NVIDIA
+
+# -- trees of files ----------------------------------------------------------------------------------------------------
+
+Files = dict[str, str]
+"""The contents of files by path; a path that ends with `/` is a directory."""
+
+
+def nvidia(gpus: int, mig: Mapping[int, int] | None = None) -> Files:
+    """Return the files of NVIDIA's driver.
+
+    Args:
+        mig: For a GPU its number of MIG devices.
+    """
+    files = dict.fromkeys(["dev/nvidiactl", "dev/nvidia-uvm", *(f"dev/nvidia{gpu}" for gpu in range(gpus))], "")
+    for gpu, instances in (mig or {}).items():
+        capabilities = f"proc/driver/nvidia/capabilities/gpu{gpu}/mig"
+        files |= {f"{capabilities}/gi{7 + index}/ci0/access": "DeviceFileMinor: 30\n" for index in range(instances)}
+    return files
+
+
+def kfd_node(number: int, **properties: int) -> Files:
+    """Return the files of a node of amdkfd's topology, and its render device."""
+    text = "".join(f"{name} {value}\n" for name, value in properties.items())
+    node = f"sys/class/kfd/kfd/topology/nodes/{number}"
+    files = {f"{node}/gpu_id": f"{51140 * bool(properties['simd_count'])}\n", f"{node}/properties": text}
+    minor = properties["drm_render_minor"]
+    return files | ({f"dev/dri/renderD{minor}": ""} if minor > 0 else {})
+
+
+def amd(gpus: int, sockets: int = 1) -> Files:
+    """Return the files of amdkfd: a node per NUMA domain of the processor, then a node per GPU."""
+    files: Files = {"dev/kfd": ""}
+    for node in range(sockets):
+        files |= kfd_node(node, cpu_cores_count=64, simd_count=0, drm_render_minor=0, unique_id=0)
+    for gpu in range(gpus):
+        properties = {"cpu_cores_count": 0, "simd_count": 440, "drm_render_minor": 128 + gpu, "unique_id": 900 + gpu}
+        files |= kfd_node(sockets + gpu, **properties)
+    return files
+
+
+def intel(gpus: int, tiles: int = 0, *, driver: str = "i915", integrated: bool = False) -> Files:
+    """Return the files of Intel's GPUs, of which an integrated one is the first.
+
+    Args:
+        tiles: Number of tiles of each discrete GPU.
+    """
+    files: Files = {"sys/class/drm/version": "drm 1.1.0 20060810\n", "sys/class/drm/card0-DP-1/": ""}
+    for index in range(gpus):
+        card, minor = f"sys/class/drm/card{index}", 128 + index
+        address = "0000:00:02.0" if integrated and index == 0 else f"0000:{0x18 + index:02x}:00.0"
+        files |= {
+            f"{card}/device/vendor": "0x8086\n",
+            f"{card}/device/uevent": f"DRIVER={driver}\nPCI_SLOT_NAME={address}\n",
+            f"{card}/device/drm/renderD{minor}/": "",
+            f"dev/dri/renderD{minor}": "",
+        }
+        numbers = range(tiles)
+        if driver == "xe":  # each tile has a GT for media, too
+            files |= {f"{card}/device/tile{tile}/gt{gt}/": "" for tile in numbers for gt in (2 * tile, 2 * tile + 1)}
+        else:
+            files |= {f"{card}/gt/gt{tile}/": "" for tile in numbers}
+    return files
+
+
+def ascend(npus: int) -> Files:
+    return dict.fromkeys(["dev/davinci_manager", *(f"dev/davinci{npu}" for npu in range(npus))], "")
+
+
+def accel(count: int, vendor: str) -> Files:
+    """Return the files of the kernel's subsystem of compute accelerators."""
+    files = {f"dev/accel/accel{index}": "" for index in range(count)}
+    return files | {f"sys/class/accel/accel{index}/device/vendor": f"{vendor}\n" for index in range(count)}
+
+
+@pytest.fixture
+def root(tmp_path: Path, files: Files) -> Path:
+    """Return the root of a tree with these files."""
+    for name, text in files.items():
+        path = tmp_path / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.write_text(text)
+    return tmp_path
+
+
+# -- machines ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A machine, a job on it, and how mpicomm uses it."""
+
+    files: Files
+    cores: int
+    vendor: str | None
+    ranks: int
+    devices: tuple[str, ...]
+    """The device of every rank, as the rank sees it."""
+    backend: str
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The environment of the job script."""
+    job: Allocation | None = None
+    of_rank: str | None = None
+    """The variable by which the scheduler gives every rank its own device; None if every rank sees all of them."""
+
+
+WITH_NCCL = "cpu:mpi,cuda:nccl"
+MACHINES = {
+    # OLCF: a GCD of an MI250X is a GPU; of the 64 cores, 8 are reserved for the system.
+    "Frontier": Recorded(
+        amd(8, sockets=4), 56, AMD, 8, ("cuda:0",) * 8, WITH_NCCL,
+        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_PER_NODE": "8"}, of_rank="ROCR_VISIBLE_DEVICES",
+    ),
+    "LUMI": Recorded(
+        amd(8, sockets=4), 56, AMD, 8, tuple(f"cuda:{gcd}" for gcd in range(8)), WITH_NCCL,
+        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "8"},
+    ),
+    "MI300A": Recorded(amd(4, sockets=4), 96, AMD, 4, tuple(f"cuda:{gpu}" for gpu in range(4)), WITH_NCCL),
+    # ALCF. By default every tile of the six GPUs is a device.
+    "Aurora": Recorded(
+        intel(6, tiles=2), 104, INTEL, 12, tuple(f"xpu:{tile}" for tile in range(12)), "mpi",
+    ),
+    "Aurora, GPUs": Recorded(
+        intel(6, tiles=2, driver="xe"), 104, INTEL, 6, tuple(f"xpu:{gpu}" for gpu in range(6)), "mpi",
+        {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"},
+    ),
+    "Polaris": Recorded(
+        nvidia(4), 32, NVIDIA, 4, tuple(f"cuda:{gpu}" for gpu in range(4)), WITH_NCCL,
+    ),
+    # CSCS: four GH200.
+    "Alps": Recorded(
+        nvidia(4), 288, NVIDIA, 4, ("cuda:0",) * 4, WITH_NCCL,
+        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS": "4"}, of_rank="CUDA_VISIBLE_DEVICES",
+    ),
+    # A process sees one of the seven MIG devices.
+    "A100 with MIG": Recorded(nvidia(1, {0: 7}), 16, NVIDIA, 1, ("cuda:0",), WITH_NCCL),
+    "laptop": Recorded(intel(1, integrated=True), 4, None, 4, ("cpu",) * 4, "mpi"),
+    "laptop with an NVIDIA GPU": Recorded(
+        intel(1, integrated=True) | nvidia(1), 8, NVIDIA, 1, ("cuda:0",), WITH_NCCL
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "machine"), [(machine.files, machine) for machine in MACHINES.values()], ids=list(MACHINES)
+)
+def test_ranks_devices_and_backend_of_a_machine(root: Path, machine: Recorded) -> None:
+    accelerators = counting.count(machine.environ, root)
+    assert accelerators.vendor == machine.vendor
+    # 1. the number of ranks
+    host = Machine(machine.cores, True, False, "python", accelerators.count)
+    job: Allocation | None = machine.job
+    if "SLURM_JOB_ID" in machine.environ:
+        job = SlurmAllocation.from_environ(machine.environ)
+    assert (host.capacity if job is None else job.ranks) == machine.ranks
+    # 2. the device of every rank
+    nodes = len(job.hosts) if isinstance(job, HostAllocation) else 1
+    visible = [visible_to(rank, machine, root) for rank in range(machine.ranks // nodes)]
+    assigned = devices.assign(visible) * nodes
+    kind = {INTEL: "xpu", None: "cpu"}.get(machine.vendor, "cuda")
+    shown = [
+        "cpu" if device is None else f"{kind}:{visible[rank % len(visible)].index(device)}"
+        for rank, device in enumerate(assigned)
+    ]
+    assert tuple(shown) == machine.devices
+    # 3. the backend
+    hosts = [f"host{rank // len(visible)}" for rank in range(machine.ranks)]
+    gpu_each = plan.has_gpu_each(assigned, hosts)
+    backend = plan.choose_backend("auto", has_mpi=True, gpu_each=gpu_each, has_nccl=kind == "cuda")
+    assert backend == machine.backend
+
+
+def visible_to(rank: int, machine: Recorded, root: Path) -> list[str]:
+    """Return the names of the devices that a rank sees."""
+    environ = dict(machine.environ)
+    if machine.of_rank:
+        environ[machine.of_rank] = str(rank)
+    count = counting.count(environ, root).count
+    return [f"GPU-{rank if machine.of_rank else index}" for index in range(count)]
+
+
+NO_ACCELERATOR = Accelerators(None, 0)
+
+# -- the devices of a container ----------------------------------------------------------------------------------------
+
+HIDDEN_NODE = "sys/class/kfd/kfd/topology/nodes/3/properties"
+
+
+def without(files: Files, *names: str) -> Files:
+    return {name: text for name, text in files.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (None, 0)),
+        (without(nvidia(4), "dev/nvidia1", "dev/nvidia2"), (NVIDIA, 2)),
+        ({f"proc/driver/nvidia/gpus/0000:0{gpu}:00.0/information": "" for gpu in range(3)}, (NVIDIA, 3)),
+        (nvidia(2, {0: 7, 1: 7}), (NVIDIA, 1)),
+        (without(amd(4), "dev/dri/renderD129"), (AMD, 3)),
+        (amd(4) | {HIDDEN_NODE: ""}, (AMD, 3)),  # the kernel refuses to read it: a device of another container
+        (without(intel(3), "dev/dri/renderD130"), (INTEL, 2)),
+        (intel(2, tiles=2, driver="xe", integrated=True), (INTEL, 2)),
+        (intel(2, driver="nouveau") | {"sys/class/drm/card1/device/vendor": "0x1a03\n"}, (INTEL, 1)),  # a BMC
+        (kfd_node(0, cpu_cores_count=8, simd_count=44, drm_render_minor=128), (None, 0)),  # older APUs
+        (kfd_node(1, cpu_cores_count=0, simd_count=4, drm_render_minor=128, unique_id=0), (None, 0)),  # newer APUs
+        (kfd_node(1, cpu_cores_count=0, simd_count=256, drm_render_minor=128), (AMD, 1)),  # kernels before 5.8
+        (ascend(8), (ASCEND, 8)),
+        (accel(8, "0x1da3"), (GAUDI, 8)),
+        (accel(1, "0x8086"), (None, 0)),  # an NPU
+        (nvidia(1) | amd(2), (NVIDIA, 1)),
+        (amd(2) | intel(1), (AMD, 2)),
+    ],
+)
+def test_the_kernels_files_show_the_devices(root: Path, expected: tuple[str | None, int]) -> None:
+    assert counting.count({}, root) == Accelerators(*expected)
+
+
+@pytest.mark.parametrize("files", [amd(1)])
+def test_a_device_that_this_user_may_not_open_is_not_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda _path, mode: mode == os.R_OK)
+    assert counting.count({}, root) == NO_ACCELERATOR
+
+
+# -- variables ---------------------------------------------------------------------------------------------------------
+
+FOUR, MIG_AND_TWO = (0, 0, 0, 0), (7, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "partitions", "environ", "expected"),
+    [
+        # CUDA: the first invalid entry ends the list
+        (NVIDIA, FOUR, {"CUDA_VISIBLE_DEVICES": "3, 1,2"}, 3),
+        (NVIDIA, FOUR, {"CUDA_VISIBLE_DEVICES": "0,4,1"}, 1),
+        (NVIDIA, FOUR, {"CUDA_VISIBLE_DEVICES": "0,1,-1,2"}, 2),
+        (NVIDIA, FOUR, {"CUDA_VISIBLE_DEVICES": "1,1"}, 0),
+        (NVIDIA, FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-5,GPU-77"}, 2),
+        (NVIDIA, FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-5,GPU-5"}, 0),
+        *((NVIDIA, FOUR, {"CUDA_VISIBLE_DEVICES": text}, 0) for text in ("", "-1", "NoDevFiles", "none")),
+        (NVIDIA, FOUR, {"ROCR_VISIBLE_DEVICES": "0", "ZE_AFFINITY_MASK": "0"}, 4),
+        # MIG: one device in a process, and no undivided GPU beside it
+        (NVIDIA, MIG_AND_TWO, {}, 1),
+        (NVIDIA, MIG_AND_TWO, {"CUDA_VISIBLE_DEVICES": "1,2"}, 2),
+        (NVIDIA, MIG_AND_TWO, {"CUDA_VISIBLE_DEVICES": "0,1"}, 1),
+        (NVIDIA, MIG_AND_TWO, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 1),
+        (NVIDIA, (), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, 0),
+        # ROCm: HIP selects among the devices that ROCr leaves
+        (AMD, FOUR, {"ROCR_VISIBLE_DEVICES": "1,2,3"}, 3),
+        (AMD, FOUR, {"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1"}, 1),
+        (AMD, FOUR, {"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "2"}, 0),
+        (AMD, FOUR, {"ROCR_VISIBLE_DEVICES": "1,1,2"}, 1),
+        (AMD, FOUR, {"ROCR_VISIBLE_DEVICES": "0,GPU-DEADBEEFDEADBEEF"}, 2),
+        (AMD, FOUR, {"ROCR_VISIBLE_DEVICES": ""}, 0),
+        (AMD, FOUR, {"HIP_VISIBLE_DEVICES": "0,0"}, 0),
+        (AMD, FOUR, {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "2"}, 2),
+        (AMD, FOUR, {"CUDA_VISIBLE_DEVICES": "2"}, 1),
+        (AMD, FOUR, {"GPU_DEVICE_ORDINAL": "2"}, 4),
+        # Level Zero: invalid entries are skipped; by default every tile is a device
+        (INTEL, (2, 2, 2), {}, 6),
+        (INTEL, (2, 2, 2), {"ZE_AFFINITY_MASK": ""}, 6),
+        (INTEL, (2, 2, 2), {"ZE_AFFINITY_MASK": "0,5,6,x,5, 3"}, 3),
+        (INTEL, (2, 2, 2), {"ZE_AFFINITY_MASK": "0.1,2"}, 1),
+        (INTEL, (2, 2, 2), {"ZE_AFFINITY_MASK": "9"}, 0),
+        (INTEL, (2, 2, 2), {"ZE_FLAT_DEVICE_HIERARCHY": "COMBINED"}, 6),
+        (INTEL, (2, 2, 2), {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, 3),
+        (INTEL, (2, 2, 2), {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_AFFINITY_MASK": "0.1,2"}, 2),
+        (INTEL, (2, 2, 2), {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_AFFINITY_MASK": "1.0,1.1,2.2,3"}, 1),
+        (INTEL, (0, 0), {"ZE_AFFINITY_MASK": "1"}, 1),
+        (ASCEND, FOUR, {"ASCEND_RT_VISIBLE_DEVICES": "1,2,4"}, 2),
+        (GAUDI, FOUR, {"HABANA_VISIBLE_MODULES": "0,1"}, 2),
+        (GAUDI, FOUR, {}, 4),
+    ],
+)
+def test_a_variable_selects_devices_by_the_rules_of_its_vendor(
+    vendor: str, partitions: tuple[int, ...], environ: dict[str, str], expected: int
+) -> None:
+    assert visible_devices.count(vendor, environ, partitions) == expected
+
+
+@pytest.mark.parametrize("files", [{}])
+def test_without_device_files_cuda_visible_devices_is_believed(root: Path) -> None:
+    """Windows Subsystem for Linux has none."""
+    assert counting.count({"CUDA_VISIBLE_DEVICES": "0,3,GPU-5"}, root) == Accelerators(NVIDIA, 3)
+
+
+@pytest.mark.parametrize("files", [amd(2)])
+def test_the_variable_of_another_vendor_adds_no_devices(root: Path) -> None:
+    environ = {"ROCR_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert counting.count(environ, root) == NO_ACCELERATOR
+
+
+# -- mpicomm run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a host with twelve tiles, and Intel MPI."""
+    monkeypatch.setattr(counting, "count", lambda _environ: Accelerators(INTEL, 12))
+    monkeypatch.setattr(mpi, "library", lambda: Library("Intel MPI", "2021.13.0"))
+    monkeypatch.setattr(queries, "mpiexec", lambda _library, _path: "mpiexec")
+
+
+@pytest.mark.usefixtures("tiles")
+def test_mpicomm_run_starts_a_rank_per_tile() -> None:
+    start = launching.build(Request(("true",)), {"PATH": "/bin"})
+    assert start.command[:3] == ("mpiexec", "-n", "12")
+
+
+def test_the_variables_of_torchs_vendors_are_those_of_the_table() -> None:
+    of_torch = {NVIDIA: vendors.CUDA(), AMD: vendors.ROCm(), INTEL: vendors.XPU()}
+    for vendor, described in of_torch.items():
+        assert described.visible_variables == visible_devices.VARIABLES[vendor]
