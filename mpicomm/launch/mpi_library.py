@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mpicomm.launch import visible_devices
+
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
@@ -45,7 +47,9 @@ class Implementation:
 
     # 3. variables of the ranks
     gpu_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Enables GPU buffers; Open MPI and UCX detect GPUs themselves."""
+    """Enables GPU buffers of any vendor; Open MPI and UCX detect GPUs themselves."""
+    vendor_environ: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    """Enables GPU buffers of one vendor."""
     gpu_library: str = ""
     """The library that a program must have loaded: otherwise Cray MPICH aborts it if `gpu_environ` is set."""
 
@@ -89,7 +93,12 @@ CRAY_MPICH = dataclasses.replace(
     srun_types=("cray_shasta", "pmi2"),
 )
 MVAPICH = dataclasses.replace(
-    MPICH, vendor="MVAPICH", commands=("mpiexec", "mpiexec.hydra"), package="", gpu_environ={}
+    MPICH,
+    vendor="MVAPICH",
+    commands=("mpiexec", "mpiexec.hydra"),
+    package="",
+    gpu_environ={},
+    vendor_environ={visible_devices.AMD: {"MV2_USE_ROCM": "1"}},
 )
 INTEL_MPI = Implementation(
     "Intel MPI",
@@ -101,6 +110,8 @@ INTEL_MPI = Implementation(
     agent="-bootstrap ssh -bootstrap-exec {agent}",
     binding_variables=("I_MPI_PIN", "I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST"),
     unbound_environ={"I_MPI_PIN": "0"},
+    # Without the second variable it hides all GPUs from a rank except those that it selects for the rank.
+    vendor_environ={visible_devices.INTEL: {"I_MPI_OFFLOAD": "1", "I_MPI_OFFLOAD_PIN": "0"}},
     srun_variable="I_MPI_PMI_LIBRARY",  # the path of Slurm's library
 )
 IMPLEMENTATIONS = (OPEN_MPI, INTEL_MPI, MPICH, MVAPICH)  # Intel MPI's mpiexec shows MPICH's output too
@@ -155,13 +166,16 @@ class Library:
         available = set(re.findall(r"[\w-]+", listed))
         return next((mpi_type for mpi_type in self.srun_types if mpi_type in available), None)
 
-    def gpu_environ(self, loaded: str) -> Mapping[str, str]:
+    def gpu_environ(self, vendor: str | None, loaded: str) -> Mapping[str, str]:
         """Return the variables that enable GPU buffers.
 
         Args:
+            vendor: The vendor of the GPUs, one of `visible_devices`; None if this host has none.
             loaded: The files in this process's memory map.
         """
-        return self.implementation.gpu_environ if self.implementation.gpu_library in loaded else {}
+        if self.implementation.gpu_library not in loaded:
+            return {}
+        return {**self.implementation.gpu_environ, **self.implementation.vendor_environ.get(vendor or "", {})}
 
     def lacks_pmix(self) -> bool:
         """Return whether the library reports a build without PMIx, the protocol of Open MPI's mpirun."""

@@ -195,6 +195,20 @@ MUTANTS = [
     ),
     # -- launches -------------------------------------------------------------------------------------------------
     Mutant(
+        "_machine",
+        old="accelerators.vendor",
+        new="None",
+        fault="Intel MPI does not get the variable without which it cannot send GPU buffers.",
+        tests="tests/unit/test_machines.py -k rank_per_tile_that",
+    ),
+    Mutant(
+        "Library.gpu_environ",
+        old="self.implementation.vendor_environ.get(vendor or '', {})",
+        new="next(iter(self.implementation.vendor_environ.values()), {})",
+        fault="Intel MPI loads the library of Intel's GPUs on machines with other GPUs.",
+        tests="tests/unit/test_launch_commands.py -k gpu_buffers",
+    ),
+    Mutant(
         "environment.forwarded",
         old="name not in _LOCAL and name.isidentifier()",
         new="name.isidentifier()",

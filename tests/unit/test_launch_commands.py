@@ -25,6 +25,7 @@ from mpicomm.watchdog import job_files
 OPEN_MPI = Library("Open MPI", "5.0.11", "/venv/lib/libmpi.so.40", description="Open MPI v5.0.11")
 MPICH = Library("MPICH", "5.0.2", "/venv/lib/libmpi.so.12", description="MPICH Version: 5.0.2\nconfigure: --with-pm")
 INTEL = Library("Intel MPI", "2021.13.0", "/opt/mpi/lib/libmpi.so.12", description="Intel(R) MPI Library 2021.13")
+MVAPICH = Library("MVAPICH", "3.0.0")
 CRAY = Library(
     "MPICH", "3.4.0", "/opt/cray/lib/libmpi_gnu.so", description="MPI VERSION    : CRAY MPICH version 8.1.28"
 )
@@ -683,10 +684,16 @@ def test_variables_that_the_user_names_are_forwarded_too() -> None:
 
 
 def test_the_variables_for_gpu_buffers() -> None:
-    assert OPEN_MPI.gpu_environ("") == {}
-    assert MPICH.gpu_environ("") == {"MPIR_CVAR_ENABLE_GPU": "1"}
-    assert CRAY.gpu_environ("/opt/cray/lib/libmpi_gnu.so\n") == {}
-    assert CRAY.gpu_environ("/opt/cray/lib/libmpi_gtl_cuda.so\n") == {"MPICH_GPU_SUPPORT_ENABLED": "1"}
+    for vendor in (None, *visible_devices.VARIABLES):
+        assert OPEN_MPI.gpu_environ(vendor, "") == {}
+        assert MPICH.gpu_environ(vendor, "") == {"MPIR_CVAR_ENABLE_GPU": "1"}
+        assert CRAY.gpu_environ(vendor, "/opt/cray/lib/libmpi_gnu.so\n") == {}
+        assert CRAY.gpu_environ(vendor, "/opt/cray/lib/libmpi_gtl_hsa.so\n") == {"MPICH_GPU_SUPPORT_ENABLED": "1"}
+    of_intel = {"I_MPI_OFFLOAD": "1", "I_MPI_OFFLOAD_PIN": "0"}
+    assert INTEL.gpu_environ(visible_devices.INTEL, "") == of_intel
+    assert INTEL.gpu_environ(visible_devices.NVIDIA, "") == INTEL.gpu_environ(None, "") == {}
+    assert MVAPICH.gpu_environ(visible_devices.AMD, "") == {"MV2_USE_ROCM": "1"}
+    assert MVAPICH.gpu_environ(visible_devices.NVIDIA, "") == {}
 
 
 @pytest.mark.parametrize(

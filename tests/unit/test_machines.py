@@ -173,7 +173,7 @@ def test_ranks_devices_and_backend_of_a_machine(root: Path, machine: Recorded) -
     accelerators = counting.count(machine.environ, root)
     assert accelerators.vendor == machine.vendor
     # 1. the number of ranks
-    host = Machine(machine.cores, True, False, "python", accelerators.count)
+    host = Machine(machine.cores, True, False, "python", accelerators.count, accelerators.vendor)
     job: Allocation | None = machine.job
     if "SLURM_JOB_ID" in machine.environ:
         job = SlurmAllocation.from_environ(machine.environ)
@@ -327,9 +327,13 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiles")
-def test_mpicomm_run_starts_a_rank_per_tile() -> None:
+def test_mpicomm_run_starts_a_rank_per_tile_that_can_send_gpu_buffers() -> None:
     start = launching.build(Request(("true",)), {"PATH": "/bin"})
     assert start.command[:3] == ("mpiexec", "-n", "12")
+    assert start.environ["I_MPI_OFFLOAD"] == "1"
+    start = launching.build(Request(("true",), ranks=2), {"PATH": "/bin", "I_MPI_OFFLOAD": "0"})
+    assert start.command[:3] == ("mpiexec", "-n", "2")
+    assert start.environ["I_MPI_OFFLOAD"] == "0"
 
 
 def test_the_variables_of_torchs_vendors_are_those_of_the_table() -> None:
