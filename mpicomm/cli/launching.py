@@ -55,7 +55,7 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
         return commands.torchrun(request, request.node, machine, environ)
     # 2. the MPI library and the allocation
     environment.refuse_ranks(environ, [name for _, name in terminal.processes_above()])
-    library, job = mpi.library(), queries.current_allocation(environ)
+    library, job = mpi.library(), machine.with_default_ranks(queries.current_allocation(environ))
     if machine.gpus or (job is not None and job.has_gpus):
         environ = {**library.gpu_environ(machine.gpu_vendor, Path("/proc/self/maps").read_text()), **environ}
     if job is None:
@@ -89,7 +89,7 @@ def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...
     Returns:
         No hosts if all ranks are on this host, or if the scheduler selects the hosts (`host_selecting_scheduler`).
     """
-    job = queries.current_allocation(environ)
+    job = _machine(environ).with_default_ranks(queries.current_allocation(environ))
     if job is None:
         request, _ = _on_operator_hosts(request, mpi.library(), environ)
     if request.hosts:

@@ -100,6 +100,16 @@ class HostAllocation:
         """Number of ranks for which the scheduler has reserved resources."""
         return sum(host.slots or 1 for host in self.hosts)
 
+    def with_rank_per_gpu(self, gpus: int) -> HostAllocation:
+        """Return the allocation with a rank for each GPU of its hosts, if they have one rank each: PBS's default.
+
+        Args:
+            gpus: Number of GPUs of a host.
+        """
+        if not gpus or any((host.slots or 1) > 1 for host in self.hosts):
+            return self
+        return dataclasses.replace(self, hosts=tuple(Host(host.name, gpus) for host in self.hosts))
+
     @classmethod
     def of_pbs(cls, environ: Mapping[str, str], text: str) -> HostAllocation:
         """Return the allocation of a PBS job.

@@ -133,10 +133,9 @@ def _placement(request: Request, machine: Machine, job: Allocation | None) -> Pl
         hosts = allocation.with_slots(request.hosts, request.ranks)
         return dataclasses.replace(_on_hosts(hosts, request.ranks, machine), hosts=hosts)
     if isinstance(job, HostAllocation):
-        is_exclusive = machine.is_whole and job.cpus >= machine.cores
         place = _on_hosts(job.hosts, request.ranks, machine)
         hosts = job.hosts if job.file is None else ()
-        return dataclasses.replace(place, hosts=hosts, file=job.file, is_exclusive=is_exclusive)
+        return dataclasses.replace(place, hosts=hosts, file=job.file, is_exclusive=machine.is_exclusive_to(job))
     if isinstance(job, SlurmAllocation):
         ranks = request.ranks or job.ranks
         return Placement(ranks, job.nodes, per_node=-(-ranks // job.nodes), cores=min(job.cpus, default=1))

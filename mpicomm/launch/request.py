@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from mpicomm.errors import LaunchError
-from mpicomm.launch.allocation import Host
+from mpicomm.launch.allocation import Allocation, Host, HostAllocation
 from mpicomm.settings import PARENT_VARIABLE
 
 _PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
@@ -80,6 +80,19 @@ class Machine:
     def capacity(self) -> int:
         """Default number of ranks: one per GPU, or one per core without GPUs."""
         return self.gpus or self.cores
+
+    def is_exclusive_to(self, job: HostAllocation) -> bool:
+        """Return whether no other job uses the cores and GPUs."""
+        return self.is_whole and job.cpus >= self.cores
+
+    def with_default_ranks(self, job: Allocation | None) -> Allocation | None:
+        """Return an allocation with the number of ranks to start if the user requests none.
+
+        PBS reports only cores. On hosts that the job does not share, every GPU is its own.
+        """
+        if isinstance(job, HostAllocation) and self.is_exclusive_to(job):
+            return job.with_rank_per_gpu(self.gpus)
+        return job
 
 
 @dataclasses.dataclass(frozen=True)

@@ -195,6 +195,27 @@ MUTANTS = [
     ),
     # -- launches -------------------------------------------------------------------------------------------------
     Mutant(
+        "HostAllocation.with_rank_per_gpu",
+        old="any(((host.slots or 1) > 1 for host in self.hosts))",
+        new="False",
+        fault="`mpiprocs` of PBS is replaced by the number of GPUs.",
+        tests="tests/unit/test_machines.py -k rank_per_gpu",
+    ),
+    Mutant(
+        "Machine.with_default_ranks",
+        old="self.is_exclusive_to(job)",
+        new="True",
+        fault="A PBS job that shares its hosts starts ranks on the GPUs of other jobs.",
+        tests="tests/unit/test_machines.py -k rank_per_gpu",
+    ),
+    Mutant(
+        "launching.hosts",
+        old="_machine(environ).with_default_ranks(queries.current_allocation(environ))",
+        new="queries.current_allocation(environ)",
+        fault="After a restart on the hosts that are left, a PBS job has one rank per host.",
+        tests="tests/unit/test_machines.py -k hosts_of_pbs",
+    ),
+    Mutant(
         "_machine",
         old="accelerators.vendor",
         new="None",

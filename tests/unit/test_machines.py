@@ -19,7 +19,7 @@ from mpicomm.devices import counting, vendors
 from mpicomm.devices.counting import Accelerators
 from mpicomm.job import devices, plan
 from mpicomm.launch import queries, visible_devices
-from mpicomm.launch.allocation import Allocation, HostAllocation, SlurmAllocation
+from mpicomm.launch.allocation import Allocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Request
 from mpicomm.launch.visible_devices import AMD, ASCEND, GAUDI, INTEL, NVIDIA
@@ -141,16 +141,18 @@ MACHINES = {
         {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "8"},
     ),
     "MI300A": Recorded(amd(4, sockets=4), 96, AMD, 4, tuple(f"cuda:{gpu}" for gpu in range(4)), WITH_NCCL),
-    # ALCF. By default every tile of the six GPUs is a device.
+    # ALCF: PBS lists a host once. By default every tile of the six GPUs is a device.
     "Aurora": Recorded(
         intel(6, tiles=2), 104, INTEL, 12, tuple(f"xpu:{tile}" for tile in range(12)), "mpi",
+        job=HostAllocation("PBS", (Host("x1"),), "/aux/1", cpus=208),
     ),
     "Aurora, GPUs": Recorded(
         intel(6, tiles=2, driver="xe"), 104, INTEL, 6, tuple(f"xpu:{gpu}" for gpu in range(6)), "mpi",
-        {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"},
+        {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, job=HostAllocation("PBS", (Host("x1"),), "/aux/1", cpus=208),
     ),
     "Polaris": Recorded(
-        nvidia(4), 32, NVIDIA, 4, tuple(f"cuda:{gpu}" for gpu in range(4)), WITH_NCCL,
+        nvidia(4), 32, NVIDIA, 8, tuple(f"cuda:{gpu}" for gpu in range(4)) * 2, WITH_NCCL,
+        job=HostAllocation("PBS", (Host("x1"), Host("x2")), "/aux/1", cpus=64),
     ),
     # CSCS: four GH200.
     "Alps": Recorded(
@@ -177,6 +179,7 @@ def test_ranks_devices_and_backend_of_a_machine(root: Path, machine: Recorded) -
     job: Allocation | None = machine.job
     if "SLURM_JOB_ID" in machine.environ:
         job = SlurmAllocation.from_environ(machine.environ)
+    job = host.with_default_ranks(job)
     assert (host.capacity if job is None else job.ranks) == machine.ranks
     # 2. the device of every rank
     nodes = len(job.hosts) if isinstance(job, HostAllocation) else 1
@@ -315,6 +318,23 @@ def test_the_variable_of_another_vendor_adds_no_devices(root: Path) -> None:
     assert counting.count(environ, root) == NO_ACCELERATOR
 
 
+@pytest.mark.parametrize(
+    ("job", "ranks"),
+    [
+        (HostAllocation("PBS", (Host("a"), Host("b")), "/aux/1", cpus=64), 8),
+        (HostAllocation("PBS", (Host("a", 1), Host("b", 1)), "/aux/1", cpus=64), 8),
+        (HostAllocation("PBS", (Host("a", 2), Host("b", 1)), "/aux/1", cpus=64), 3),  # mpiprocs
+        (HostAllocation("PBS", (Host("a"), Host("b")), "/aux/1", cpus=16), 2),  # other jobs may use the other GPUs
+        (HostAllocation("LSF", (Host("a"), Host("b"))), 2),
+    ],
+)
+def test_a_job_that_has_whole_hosts_of_pbs_has_a_rank_per_gpu(job: HostAllocation, ranks: int) -> None:
+    host = Machine(32, True, False, "python", 4, NVIDIA)
+    assert host.with_default_ranks(job).ranks == ranks
+    without_gpus = dataclasses.replace(host, gpus=0, gpu_vendor=None)
+    assert without_gpus.with_default_ranks(job) == job
+
+
 # -- mpicomm run -------------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +354,27 @@ def test_mpicomm_run_starts_a_rank_per_tile_that_can_send_gpu_buffers() -> None:
     start = launching.build(Request(("true",), ranks=2), {"PATH": "/bin", "I_MPI_OFFLOAD": "0"})
     assert start.command[:3] == ("mpiexec", "-n", "2")
     assert start.environ["I_MPI_OFFLOAD"] == "0"
+
+
+@pytest.mark.usefixtures("tiles")
+def test_mpicomm_run_starts_a_rank_per_tile_on_the_hosts_of_pbs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(4)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    node_file = tmp_path / "nodes"
+    node_file.write_text("x1\nx2\n")
+    environ = {
+        "PATH": "/bin",
+        "PBS_JOBID": "1.pbs",
+        "PBS_ENVIRONMENT": "PBS_BATCH",
+        "PBS_NODEFILE": str(node_file),
+        "NCPUS": "4",
+    }
+    assert launching.build(Request(("true",)), environ).ranks == 24
+    assert launching.hosts(Request(("true",)), environ) == ((Host("x1", 12), Host("x2", 12)), False)
+    shared = {**environ, "NCPUS": "2"}
+    assert launching.build(Request(("true",)), shared).ranks == 2
 
 
 def test_the_variables_of_torchs_vendors_are_those_of_the_table() -> None:
