@@ -279,9 +279,12 @@ def distributed(names: Sequence[str], ranks: int) -> tuple[Host, ...]:
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the first positive number among the variables, without a type prefix as in `a100:4`."""
-    values = [environ.get(name, "").rpartition(":")[2] for name in names]
-    return next((int(text) for text in values if text.isdigit() and int(text) > 0), None)
+    """Return the first positive number among the variables; for several types, as in `a100:4,v100:2`, their sum."""
+    for name in names:
+        numbers = [entry.rpartition(":")[2] for entry in environ.get(name, "").split(",")]
+        if all(number.isdigit() for number in numbers) and (total := sum(map(int, numbers))) > 0:
+            return total
+    return None
 
 
 def _repeated(text: str) -> tuple[int, ...]:

@@ -195,6 +195,13 @@ MUTANTS = [
     ),
     # -- launches -------------------------------------------------------------------------------------------------
     Mutant(
+        "allocation._number",
+        old="sum(map(int, numbers))",
+        new="int(numbers[-1])",
+        fault="In a Slurm job with GPUs of two types only those of the last type get a rank.",
+        tests="tests/unit/test_launch_commands.py -k slurm_allocation_is_used",
+    ),
+    Mutant(
         "HostAllocation.with_rank_per_gpu",
         old="any(((host.slots or 1) > 1 for host in self.hosts))",
         new="False",

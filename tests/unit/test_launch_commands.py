@@ -231,6 +231,8 @@ def test_hosts_without_numbers_share_the_ranks() -> None:
         ("SLURM_NNODES=2 SLURM_NTASKS_PER_NODE=3", 2, 6),
         ("SLURM_NNODES=2 SLURM_GPUS_ON_NODE=4 SLURM_TASKS_PER_NODE=1(x2)", 2, 8),
         ("SLURM_NNODES=2 SLURM_GPUS_PER_NODE=a100:4", 2, 8),
+        ("SLURM_NNODES=2 SLURM_GPUS_PER_NODE=a100:4,v100:2", 2, 12),
+        ("SLURM_NNODES=2 SLURM_GPUS_PER_NODE=0 SLURM_GPUS_ON_NODE=2", 2, 4),
         ("SLURM_NNODES=2 SLURM_GPUS=3", 2, 3),
         ("SLURM_NNODES=3 SLURM_TASKS_PER_NODE=2(x2),1", 3, 5),
         ("SLURM_NNODES=2", 2, 2),

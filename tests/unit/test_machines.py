@@ -131,14 +131,16 @@ class Recorded:
 
 WITH_NCCL = "cpu:mpi,cuda:nccl"
 MACHINES = {
-    # OLCF: a GCD of an MI250X is a GPU; of the 64 cores, 8 are reserved for the system.
+    # OLCF: a GCD of an MI250X is a GPU; of the 64 cores, 8 are reserved for the system. Jobs have whole nodes, and
+    # Slurm reports their GPUs even if the job requests none.
     "Frontier": Recorded(
         amd(8, sockets=4), 56, AMD, 8, ("cuda:0",) * 8, WITH_NCCL,
-        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_PER_NODE": "8"}, of_rank="ROCR_VISIBLE_DEVICES",
+        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "8", "SLURM_TASKS_PER_NODE": "64"},
+        of_rank="ROCR_VISIBLE_DEVICES",
     ),
     "LUMI": Recorded(
         amd(8, sockets=4), 56, AMD, 8, tuple(f"cuda:{gcd}" for gcd in range(8)), WITH_NCCL,
-        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "8"},
+        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_PER_NODE": "8"},
     ),
     "MI300A": Recorded(amd(4, sockets=4), 96, AMD, 4, tuple(f"cuda:{gpu}" for gpu in range(4)), WITH_NCCL),
     # ALCF: PBS lists a host once. By default every tile of the six GPUs is a device.
