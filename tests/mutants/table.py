@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import (
     backend,
     cluster_adapters,
+    devices,
     doctor_checks,
     horovod,
     horovod_scripts,
@@ -22,6 +23,7 @@ from tests.mutants import (
 MUTANTS = [
     *backend.MUTANTS,
     *cluster_adapters.MUTANTS,
+    *devices.MUTANTS,
     *doctor_checks.MUTANTS,
     *shm_and_collective_ops.MUTANTS,
     *launch_and_watchdog.MUTANTS,
