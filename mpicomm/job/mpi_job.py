@@ -66,11 +66,10 @@ class _Facts:
     """Whether shared memory is enabled, but the C library that it requires was not built."""
 
 
-def initialize(request: StartRequest, launch: Launch, hang_seconds: float) -> Intracomm:
+def initialize(request: StartRequest, launch: Launch, settings: Settings) -> Intracomm:
     """Initialise MPI, and return the communicator of the ranks that form the job (collective).
 
-    Args:
-        hang_seconds: Seconds after which a notice names missing ranks.
+    Nothing before this calls the driver of a GPU.
 
     Raises:
         LaunchError: If this process cannot join the job of its launcher.
@@ -79,10 +78,17 @@ def initialize(request: StartRequest, launch: Launch, hang_seconds: float) -> In
         raise _launch_error(launch, problem)
     limit = max(request.join_timeout_seconds, _SHORTEST_INIT)
     is_single = launch.kind == "single"
-    seconds = start_timer.seconds_before_notice(hang_seconds, limit)
+    seconds = start_timer.seconds_before_notice(settings.hang_seconds, limit)
+    takes_gpu_tensors = plan.mpi_takes_gpu_tensors(request.backend, accelerator.vendor_backend(), settings.gpu_aware)
     with start_timer.report_missing_after(seconds, launch, "MPI_Init", limit):
         all_ranks_call = request.comm is None and not is_single
-        world = mpi.initialize(launch.local_size, limit, all_ranks_call=all_ranks_call, is_single=is_single)
+        world = mpi.initialize(
+            launch.local_size,
+            limit,
+            all_ranks_call=all_ranks_call,
+            is_single=is_single,
+            takes_gpu_tensors=takes_gpu_tensors,
+        )
     if world.size == 1:  # MPI has connected no other rank to which this one could report the error
         _check_launch(launch)
     return request.comm or (mpi.api().COMM_SELF if is_single else world)

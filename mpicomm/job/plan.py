@@ -120,6 +120,21 @@ def _parts(backend: str | None) -> list[str]:
     return [part.rpartition(":")[2] for part in (backend or AUTO).split(",")]
 
 
+def mpi_takes_gpu_tensors(backend: str | None, vendor: str, gpu_aware: str) -> bool:
+    """Return whether MPI is to support GPU buffers. It must be known before MPI_Init, hence before "auto" is resolved.
+
+    On some systems, a process with GPU-aware MPI and a vendor's library deadlocks.
+
+    Args:
+        backend: The argument of `bootstrap`.
+        vendor: The vendor's backend that this torch has, such as `cuda:nccl`; empty without one.
+        gpu_aware: The setting of `MPICOMM_GPU_AWARE`.
+    """
+    if gpu_aware in ("0", "1"):
+        return gpu_aware == "1"
+    return not (vendor if backend == AUTO else vendor_library(backend))
+
+
 def choose_backend(backend: str | None, *, has_mpi: bool, device_each: bool, vendor: str) -> str | None:
     """Resolve "auto" to a backend; return any other backend unchanged.
 

@@ -78,6 +78,24 @@ def test_whether_every_rank_has_a_gpu_of_its_own(uuids: list[str | None], hosts:
     assert plan.has_device_each(uuids, hosts) is each
 
 
+@pytest.mark.parametrize(
+    ("backend", "vendor", "takes"),
+    [
+        ("auto", "", True),
+        ("auto", "xpu:xccl", False),
+        ("mpi", "cuda:nccl", True),
+        ("gloo", "cuda:nccl", True),
+        (None, "cuda:nccl", True),
+        ("cpu:mpi,xpu:xccl", "", False),
+        ("nccl", "", False),
+    ],
+)
+def test_mpi_takes_no_gpu_tensors_beside_a_vendors_library(backend: str | None, vendor: str, takes: bool) -> None:
+    assert plan.mpi_takes_gpu_tensors(backend, vendor, "auto") == takes
+    assert plan.mpi_takes_gpu_tensors(backend, vendor, "1")
+    assert not plan.mpi_takes_gpu_tensors(backend, vendor, "0")
+
+
 # -- the vendor's backend of this torch --------------------------------------------------------------------------------
 
 
