@@ -56,8 +56,6 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     # 2. the MPI library and the allocation
     environment.refuse_ranks(environ, [name for _, name in terminal.processes_above()])
     library, job = mpi.library(), machine.with_default_ranks(queries.current_allocation(environ))
-    if machine.gpus or (job is not None and job.has_gpus):
-        environ = {**library.gpu_environ(machine.gpu_vendor, Path("/proc/self/maps").read_text()), **environ}
     if job is None:
         request, environ = _on_operator_hosts(request, library, environ)
     # 3. the scheduler's launcher, or the library's mpiexec
@@ -180,14 +178,13 @@ def execute(start: Start, command: str, grace: float = GRACE_SECONDS) -> End:
 
 def _machine(environ: Mapping[str, str]) -> Machine:
     """Return the cores and GPUs that this process may use."""
-    cpus, accelerators = os.sched_getaffinity(0), counting.count(environ)
+    cpus = os.sched_getaffinity(0)
     return Machine(
         cores=min(host_info.cores(cpus), host_info.cpu_quota() or len(cpus)),
         is_whole=len(cpus) == os.cpu_count(),
         is_root=os.geteuid() == 0,
         python=sys.executable,
-        gpus=accelerators.count,
-        gpu_vendor=accelerators.vendor,
+        gpus=counting.count(environ).count,
     )
 
 

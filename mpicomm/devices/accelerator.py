@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.accelerator  # this module may be imported during torch's own import
+import torch.distributed as dist
+
+_HOST_BACKENDS = ("gloo", "mpi", "fake")  # torch has them for devices whose vendor has no library of its own
 
 
 def device_type() -> str | None:
@@ -39,6 +43,11 @@ def current_device() -> torch.device:
     return torch.device(device_type() or "cpu", torch.accelerator.current_device_index())
 
 
+def device_at(index: int | None) -> torch.device:
+    """Return the device with an index; the CPU for None."""
+    return torch.device("cpu") if index is None else torch.device(device_type() or "cpu", index)
+
+
 def select(device: torch.device) -> None:
     """Make a device the current one of this thread; the CPU stays without effect."""
     if device.type != "cpu":
@@ -53,3 +62,27 @@ def current_stream(device: torch.device) -> torch.Stream:
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """Return the devices that hold these tensors, without the CPU and without duplicates."""
     return list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu))
+
+
+def device_name(device: torch.device) -> str:
+    """Return the product name of a device; empty if torch does not report it."""
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else ""
+
+
+def vendor_backend() -> str:
+    """Return this torch's accelerator and the backend of its vendor's library, such as `cuda:nccl`; empty without one.
+
+    Does not call the driver.
+    """
+    device = device_type()
+    backend = dist.Backend.default_device_backend_map.get(device or "")
+    if backend is None or backend in _HOST_BACKENDS or not dist.is_backend_available(backend):
+        return ""
+    return f"{device}:{backend}"
+
+
+def known_vendor_backends() -> list[str]:
+    """Return the backends of all vendors' libraries that torch knows, such as `cuda:nccl`, also those that it lacks."""
+    backends = dist.Backend.default_device_backend_map.items()
+    return [f"{device}:{backend}" for device, backend in backends if device != "cpu" and backend not in _HOST_BACKENDS]

@@ -73,8 +73,6 @@ class Machine:
     is_root: bool
     python: str
     gpus: int = 0
-    gpu_vendor: str | None = None
-    """The vendor of the GPUs, one of `visible_devices`; None without GPUs."""
 
     @property
     def capacity(self) -> int:

@@ -223,15 +223,8 @@ MUTANTS = [
         tests="tests/unit/test_machines.py -k hosts_of_pbs",
     ),
     Mutant(
-        "_machine",
-        old="accelerators.vendor",
-        new="None",
-        fault="Intel MPI does not get the variable without which it cannot send GPU buffers.",
-        tests="tests/unit/test_machines.py -k rank_per_tile_that",
-    ),
-    Mutant(
         "Library.gpu_environ",
-        old="self.implementation.vendor_environ.get(vendor or '', {})",
+        old="self.implementation.vendor_environ.get(vendor, {})",
         new="next(iter(self.implementation.vendor_environ.values()), {})",
         fault="Intel MPI loads the library of Intel's GPUs on machines with other GPUs.",
         tests="tests/unit/test_launch_commands.py -k gpu_buffers",

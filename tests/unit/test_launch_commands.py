@@ -20,6 +20,7 @@ from mpicomm.launch import allocation, commands, environment, queries, request, 
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
+from mpicomm.launch.visible_devices import AMD, NVIDIA
 from mpicomm.watchdog import job_files
 
 OPEN_MPI = Library("Open MPI", "5.0.11", "/venv/lib/libmpi.so.40", description="Open MPI v5.0.11")
@@ -298,7 +299,7 @@ def test_the_gpus_that_a_process_was_assigned(environ: dict[str, str], shown: st
 
 def test_the_resources_of_a_flux_instance() -> None:
     job = FluxAllocation.from_output("2 8 0\n")
-    assert (job, job.ranks, job.has_gpus) == (FluxAllocation(2, 8, 0), 8, False)
+    assert (job, job.ranks) == (FluxAllocation(2, 8, 0), 8)
     assert FluxAllocation(2, 8, 4).ranks == 4
     for text in ("", "flux-resource: ERROR: Unable to connect to Flux\n", "2 8\n", "0 0 0\n"):
         with pytest.raises(LaunchError, match="unset FLUX_URI"):
@@ -685,17 +686,32 @@ def test_variables_that_the_user_names_are_forwarded_too() -> None:
             request.variables([word], HOME)
 
 
-def test_the_variables_for_gpu_buffers() -> None:
-    for vendor in (None, *visible_devices.VARIABLES):
-        assert OPEN_MPI.gpu_environ(vendor, "") == {}
-        assert MPICH.gpu_environ(vendor, "") == {"MPIR_CVAR_ENABLE_GPU": "1"}
-        assert CRAY.gpu_environ(vendor, "/opt/cray/lib/libmpi_gnu.so\n") == {}
-        assert CRAY.gpu_environ(vendor, "/opt/cray/lib/libmpi_gtl_hsa.so\n") == {"MPICH_GPU_SUPPORT_ENABLED": "1"}
-    of_intel = {"I_MPI_OFFLOAD": "1", "I_MPI_OFFLOAD_PIN": "0"}
-    assert INTEL.gpu_environ(visible_devices.INTEL, "") == of_intel
-    assert INTEL.gpu_environ(visible_devices.NVIDIA, "") == INTEL.gpu_environ(None, "") == {}
-    assert MVAPICH.gpu_environ(visible_devices.AMD, "") == {"MV2_USE_ROCM": "1"}
-    assert MVAPICH.gpu_environ(visible_devices.NVIDIA, "") == {}
+@pytest.mark.parametrize(
+    ("library", "vendor", "loaded", "enabled", "disabled"),
+    [
+        (OPEN_MPI, NVIDIA, "", {}, {"OMPI_MCA_accelerator": "null", "OMPI_MCA_opal_cuda_support": "0"}),
+        (MPICH, AMD, "", {"MPIR_CVAR_ENABLE_GPU": "1"}, {"MPIR_CVAR_ENABLE_GPU": "0"}),
+        (CRAY, AMD, "/opt/cray/lib/libmpi_gnu.so\n", {}, {"MPICH_GPU_SUPPORT_ENABLED": "0"}),
+        (
+            CRAY,
+            AMD,
+            "/opt/cray/lib/libmpi_gtl_hsa.so\n",
+            {"MPICH_GPU_SUPPORT_ENABLED": "1"},
+            {"MPICH_GPU_SUPPORT_ENABLED": "0"},
+        ),
+        (INTEL, NVIDIA, "", {}, {"I_MPI_OFFLOAD": "0"}),
+        (INTEL, visible_devices.INTEL, "", {"I_MPI_OFFLOAD": "1", "I_MPI_OFFLOAD_PIN": "0"}, {"I_MPI_OFFLOAD": "0"}),
+        (MVAPICH, NVIDIA, "", {}, {}),
+        (MVAPICH, AMD, "", {"MV2_USE_ROCM": "1"}, {}),
+    ],
+)
+def test_the_variables_for_gpu_buffers(
+    library: Library, vendor: str, loaded: str, enabled: dict[str, str], disabled: dict[str, str]
+) -> None:
+    assert library.gpu_environ(vendor, loaded, takes_gpu_tensors=True) == enabled
+    assert library.gpu_environ(vendor, loaded, takes_gpu_tensors=False) == disabled
+    assert not library.has_gpu_disabled(enabled)
+    assert library.has_gpu_disabled(disabled) == bool(disabled)
 
 
 @pytest.mark.parametrize(

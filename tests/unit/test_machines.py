@@ -15,9 +15,9 @@ import pytest
 
 from mpicomm import mpi
 from mpicomm.cli import launching
-from mpicomm.devices import counting, vendors
+from mpicomm.devices import assignment, counting, vendors
 from mpicomm.devices.counting import Accelerators
-from mpicomm.job import devices, plan
+from mpicomm.job import plan
 from mpicomm.launch import queries, visible_devices
 from mpicomm.launch.allocation import Allocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
@@ -129,7 +129,7 @@ class Recorded:
     """The variable by which the scheduler gives every rank its own device; None if every rank sees all of them."""
 
 
-WITH_NCCL = "cpu:mpi,cuda:nccl"
+WITH_NCCL, WITH_ONECCL = "cpu:mpi,cuda:nccl", "cpu:mpi,xpu:xccl"
 MACHINES = {
     # OLCF: a GCD of an MI250X is a GPU; of the 64 cores, 8 are reserved for the system. Jobs have whole nodes, and
     # Slurm reports their GPUs even if the job requests none.
@@ -145,11 +145,11 @@ MACHINES = {
     "MI300A": Recorded(amd(4, sockets=4), 96, AMD, 4, tuple(f"cuda:{gpu}" for gpu in range(4)), WITH_NCCL),
     # ALCF: PBS lists a host once. By default every tile of the six GPUs is a device.
     "Aurora": Recorded(
-        intel(6, tiles=2), 104, INTEL, 12, tuple(f"xpu:{tile}" for tile in range(12)), "mpi",
+        intel(6, tiles=2), 104, INTEL, 12, tuple(f"xpu:{tile}" for tile in range(12)), WITH_ONECCL,
         job=HostAllocation("PBS", (Host("x1"),), "/aux/1", cpus=208),
     ),
     "Aurora, GPUs": Recorded(
-        intel(6, tiles=2, driver="xe"), 104, INTEL, 6, tuple(f"xpu:{gpu}" for gpu in range(6)), "mpi",
+        intel(6, tiles=2, driver="xe"), 104, INTEL, 6, tuple(f"xpu:{gpu}" for gpu in range(6)), WITH_ONECCL,
         {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, job=HostAllocation("PBS", (Host("x1"),), "/aux/1", cpus=208),
     ),
     "Polaris": Recorded(
@@ -177,7 +177,7 @@ def test_ranks_devices_and_backend_of_a_machine(root: Path, machine: Recorded) -
     accelerators = counting.count(machine.environ, root)
     assert accelerators.vendor == machine.vendor
     # 1. the number of ranks
-    host = Machine(machine.cores, True, False, "python", accelerators.count, accelerators.vendor)
+    host = Machine(machine.cores, True, False, "python", accelerators.count)
     job: Allocation | None = machine.job
     if "SLURM_JOB_ID" in machine.environ:
         job = SlurmAllocation.from_environ(machine.environ)
@@ -186,7 +186,7 @@ def test_ranks_devices_and_backend_of_a_machine(root: Path, machine: Recorded) -
     # 2. the device of every rank
     nodes = len(job.hosts) if isinstance(job, HostAllocation) else 1
     visible = [visible_to(rank, machine, root) for rank in range(machine.ranks // nodes)]
-    assigned = devices.assign(visible) * nodes
+    assigned = assignment.assign(visible) * nodes
     kind = {INTEL: "xpu", None: "cpu"}.get(machine.vendor, "cuda")
     shown = [
         "cpu" if device is None else f"{kind}:{visible[rank % len(visible)].index(device)}"
@@ -195,9 +195,9 @@ def test_ranks_devices_and_backend_of_a_machine(root: Path, machine: Recorded) -
     assert tuple(shown) == machine.devices
     # 3. the backend
     hosts = [f"host{rank // len(visible)}" for rank in range(machine.ranks)]
-    gpu_each = plan.has_gpu_each(assigned, hosts)
-    backend = plan.choose_backend("auto", has_mpi=True, gpu_each=gpu_each, has_nccl=kind == "cuda")
-    assert backend == machine.backend
+    device_each = plan.has_device_each(assigned, hosts)
+    vendor = {"cuda": "cuda:nccl", "xpu": "xpu:xccl"}.get(kind, "")
+    assert plan.choose_backend("auto", has_mpi=True, device_each=device_each, vendor=vendor) == machine.backend
 
 
 def visible_to(rank: int, machine: Recorded, root: Path) -> list[str]:
@@ -331,9 +331,9 @@ def test_the_variable_of_another_vendor_adds_no_devices(root: Path) -> None:
     ],
 )
 def test_a_job_that_has_whole_hosts_of_pbs_has_a_rank_per_gpu(job: HostAllocation, ranks: int) -> None:
-    host = Machine(32, True, False, "python", 4, NVIDIA)
+    host = Machine(32, True, False, "python", 4)
     assert host.with_default_ranks(job).ranks == ranks
-    without_gpus = dataclasses.replace(host, gpus=0, gpu_vendor=None)
+    without_gpus = dataclasses.replace(host, gpus=0)
     assert without_gpus.with_default_ranks(job) == job
 
 
@@ -349,13 +349,9 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiles")
-def test_mpicomm_run_starts_a_rank_per_tile_that_can_send_gpu_buffers() -> None:
+def test_mpicomm_run_starts_a_rank_per_tile() -> None:
     start = launching.build(Request(("true",)), {"PATH": "/bin"})
     assert start.command[:3] == ("mpiexec", "-n", "12")
-    assert start.environ["I_MPI_OFFLOAD"] == "1"
-    start = launching.build(Request(("true",), ranks=2), {"PATH": "/bin", "I_MPI_OFFLOAD": "0"})
-    assert start.command[:3] == ("mpiexec", "-n", "2")
-    assert start.environ["I_MPI_OFFLOAD"] == "0"
 
 
 @pytest.mark.usefixtures("tiles")

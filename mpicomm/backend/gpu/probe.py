@@ -95,6 +95,8 @@ def _warn_of_allocators() -> None:
 def is_claimed(environ: Mapping[str, str]) -> bool:
     """Return whether the MPI library reports support for GPU addresses."""
     platform = "rocm" if torch.version.hip else "cuda"
+    if mpi.library().has_gpu_disabled(environ):
+        return False
     if "CRAY" in mpi.library().description.upper():  # reports support even if it is disabled
         return environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
     return _names_kind(platform) or any(_answers_yes(query) for query in _QUERIES[platform])
