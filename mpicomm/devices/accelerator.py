@@ -53,3 +53,20 @@ def current_stream(device: torch.device) -> torch.Stream:
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """Return the devices that hold these tensors, without the CPU and without duplicates."""
     return list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the largest number of bytes that this process has had allocated on a device; 0 if that is not known."""
+    read = getattr(torch.get_device_module(device), "max_memory_allocated", None)  # an extension may lack it
+    return 0 if read is None else read(device)
+
+
+def utilization(device: torch.device) -> int | None:
+    """Return the percentage of time in which a device is busy; None if torch has no such function for it.
+
+    The function may need a package that torch does not require, such as nvidia-ml-py or amdsmi.
+    """
+    try:
+        return torch.get_device_module(device).utilization(device)
+    except Exception:  # noqa: BLE001  torch raises exceptions of many types where the package or the driver is missing
+        return None

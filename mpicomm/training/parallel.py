@@ -60,7 +60,7 @@ class DDPModel:
         self.inner = model.to(device)
         self._ddp = DistributedDataParallel(
             self.inner,
-            device_ids=[device.index] if device.type == "cuda" else None,
+            device_ids=None if device.type == "cpu" else [device.index],
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=True,
             init_sync=synchronizes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants import (
+    accelerator_users,
     backend,
     cluster_adapters,
     doctor_checks,
@@ -20,6 +21,7 @@ from tests.mutants import (
 )
 
 MUTANTS = [
+    *accelerator_users.MUTANTS,
     *backend.MUTANTS,
     *cluster_adapters.MUTANTS,
     *doctor_checks.MUTANTS,

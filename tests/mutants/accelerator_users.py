@@ -1,0 +1,59 @@
+"""Faults in the code that uses accelerators of any vendor above the backend: trainer, benchmarks, checks, examples."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    # -- the trainer ----------------------------------------------------------------------------------------
+    Mutant(
+        "randomness.states",
+        old="generators[device.type] = torch.get_device_module(device).get_rng_state(device)",
+        new="pass",
+        fault="A checkpoint lacks the state of the GPU's generator.",
+        tests="tests/unit/test_training_state.py -k generator_of_a_device",
+    ),
+    Mutant(
+        "randomness.restore",
+        old="module.set_rng_state(generators[device.type], device)",
+        new="pass",
+        fault="A resumed run draws other numbers on its GPU than the uninterrupted run.",
+        tests="tests/unit/test_training_state.py -k generator_of_a_device",
+    ),
+    Mutant(
+        "randomness.restore",
+        old="module.manual_seed_all(_seed_of(generators['torch']))",
+        new="pass",
+        fault="A run that is resumed on another type of device draws the numbers of its first steps again.",
+        tests="tests/unit/test_training_state.py -k another_type_of_device",
+    ),
+    Mutant(
+        "randomness._seed_of",
+        old="state.numpy().tobytes()",
+        new="b''",
+        fault="All checkpoints, on all ranks, give the generator of another type of device the same seed.",
+        tests="tests/unit/test_training_state.py -k another_type_of_device",
+    ),
+    Mutant(
+        "reporting._memory",
+        old='device.type != "cpu"',
+        new="False",
+        fault="The trainer reports the memory of the process as that of the GPU.",
+        tests="tests/unit/test_reporting.py -k gpu_of_any_vendor",
+    ),
+    Mutant(
+        "Reporter.log",
+        old="self._gpu_utilization.append(percent)",
+        new="pass",
+        fault="The summary of a run lacks the utilization of the GPUs.",
+        tests="tests/unit/test_reporting.py -k gpu_of_any_vendor",
+    ),
+    Mutant(
+        "StepProfiler._start",
+        old='[torch.profiler.ProfilerActivity.CPU] if self._world.device.type == "cpu" else None',
+        new="[torch.profiler.ProfilerActivity.CPU]",
+        fault="A profile lacks the kernels of the GPU.",
+        tests="tests/training/test_profiles.py -k accelerator_of_any_vendor",
+        ranks=2,
+    ),
+]
