@@ -56,4 +56,39 @@ MUTANTS = [
         tests="tests/training/test_profiles.py -k accelerator_of_any_vendor",
         ranks=2,
     ),
+    # -- benchmarks -----------------------------------------------------------------------------------------
+    Mutant(
+        "compared_backends.select",
+        old="{_GLOO, of_torch, *_WITH_MPI}",
+        new="names",
+        fault="The backend of a vendor whose devices the ranks share is measured, and fails without a remedy.",
+        tests="tests/bench/test_operations.py -k not_available",
+    ),
+    Mutant(
+        "compared_backends.select",
+        old="_GLOO if is_host else _vendor_backend(world)",
+        new="_GLOO",
+        fault="On GPUs the vendor's backend is not compared.",
+        tests="tests/bench/test_operations.py -k backend_of_their_vendor",
+    ),
+    Mutant(
+        "compared_backends.select",
+        old="dict.fromkeys((*known, of_torch))",
+        new="known",
+        fault="The backend of an accelerator that is neither NVIDIA's nor Intel's is not compared.",
+        tests="tests/bench/test_operations.py -k backend_of_their_vendor",
+    ),
+    Mutant(
+        "timing.on_ranks_of",
+        old="torch.accelerator.synchronize",
+        new="lambda: None",
+        fault="Benchmarks on GPUs measure the time of the calls only.",
+        tests="tests/unit/test_benchmarks.py -k device_of_any_vendor",
+    ),
+    Mutant(
+        "overlap.measure",
+        old="bench.settle()",
+        fault="The computation that is to overlap on a GPU is calibrated to the time of its calls.",
+        tests="tests/unit/test_benchmarks.py -k completes_its_computation",
+    ),
 ]
