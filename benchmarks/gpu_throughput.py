@@ -16,6 +16,7 @@ import mpicomm
 from benchmarks import rank_results
 from mpicomm.bench import timing
 from mpicomm.bench.timing import Bench, Timed
+from mpicomm.devices import accelerator
 from mpicomm.errors import DeviceError
 
 ROUNDS = 7
@@ -33,7 +34,7 @@ def main() -> None:
         if world.rank == 0:
             group: Any = dist.group.WORLD
             how = {
-                "GPU": torch.get_device_module(world.device).get_device_name(world.device),
+                "GPU": accelerator.device_name(world.device),
                 "transport": type(group._executor.transport).__name__,
             }
             what = "sums and copies of ones, which are written again before each call; the fastest round"

@@ -39,6 +39,11 @@ def current_device() -> torch.device:
     return torch.device(device_type() or "cpu", torch.accelerator.current_device_index())
 
 
+def device_at(index: int | None) -> torch.device:
+    """Return the device with an index; the CPU for None."""
+    return torch.device("cpu") if index is None else torch.device(device_type() or "cpu", index)
+
+
 def select(device: torch.device) -> None:
     """Make a device the current one of this thread; the CPU stays without effect."""
     if device.type != "cpu":
@@ -53,6 +58,12 @@ def current_stream(device: torch.device) -> torch.Stream:
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """Return the devices that hold these tensors, without the CPU and without duplicates."""
     return list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu))
+
+
+def device_name(device: torch.device) -> str:
+    """Return the product name of a device; empty if torch does not report it."""
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else ""
 
 
 def peak_memory(device: torch.device) -> int:

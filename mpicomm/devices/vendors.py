@@ -27,6 +27,9 @@ class Vendor:
     visible_variables: tuple[str, ...] = ()
     """The environment variables that select the devices that a process sees."""
 
+    driver_check = "mpicomm doctor"
+    """The command that shows whether the driver works."""
+
     def uuid(self, index: int) -> str:
         """Return the UUID of a device; empty if it has none."""
         properties = torch.get_device_module(accelerator.device_type()).get_device_properties(index)
@@ -40,6 +43,10 @@ class Vendor:
         """Return a stream on a device that no other part of the program uses, if the vendor has such streams."""
         return torch.Stream(device)
 
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the vendor's software for which this torch was built, by name."""
+        return {}
+
 
 class CUDA(Vendor):
     """NVIDIA."""
@@ -48,10 +55,18 @@ class CUDA(Vendor):
     memory_kind = "cuda"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_cuda_support",)
     visible_variables: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
+    driver_check = "nvidia-smi"
 
     def is_capturing(self) -> bool:
         """Return whether the current stream captures a CUDA graph instead of running its work."""
         return torch.cuda.is_current_stream_capturing()
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of CUDA (or ROCm) and NCCL."""
+        versions = {self.name: torch.version.cuda or torch.version.hip or "?"}
+        if torch.distributed.is_nccl_available():
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        return versions
 
 
 class ROCm(CUDA):
@@ -61,6 +76,7 @@ class ROCm(CUDA):
     memory_kind = "rocm"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")
     visible_variables: tuple[str, ...] = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    driver_check = "rocm-smi"
 
 
 class XPU(Vendor):
@@ -70,6 +86,11 @@ class XPU(Vendor):
     memory_kind = "level_zero"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_ze_support",)
     visible_variables: tuple[str, ...] = ("ZE_AFFINITY_MASK",)
+    driver_check = "xpu-smi discovery"
+
+    def versions(self) -> dict[str, str]:
+        """Return the version of oneAPI."""
+        return {self.name: getattr(torch.version, "xpu", None) or "?"}
 
 
 @functools.cache
@@ -82,3 +103,8 @@ def vendor() -> Vendor:
             return XPU()
         case _:
             return Vendor()
+
+
+def of_variable(name: str) -> Vendor:
+    """Return the vendor whose devices a variable assigns; for a scheduler's variable NVIDIA, the most common one."""
+    return next((known for known in (CUDA(), ROCm(), XPU()) if name in known.visible_variables), CUDA())

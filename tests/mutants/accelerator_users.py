@@ -91,4 +91,33 @@ MUTANTS = [
         fault="The computation that is to overlap on a GPU is calibrated to the time of its calls.",
         tests="tests/unit/test_benchmarks.py -k completes_its_computation",
     ),
+    # -- checks ---------------------------------------------------------------------------------------------
+    Mutant(
+        "gpu_check.check",
+        old="facts.build.startswith(platform)",
+        new="facts.build",
+        fault="On a host with GPUs of AMD the doctor recommends another driver for a torch with CUDA.",
+        tests="tests/unit/test_doctor.py -k test_gpus",
+    ),
+    Mutant(
+        "gpu_check.collect",
+        old='platform or build.partition(" ")[0] or CUDA',
+        new="CUDA",
+        fault="The doctor recommends a torch with CUDA on a host with GPUs of AMD.",
+        tests="tests/unit/test_doctor.py -k platform_of_the_gpus",
+    ),
+    Mutant(
+        "gpu_check._list_gpus",
+        old="if listed := listed_by(tool.command[0], queries.output_of(tool.command)):",
+        new="if (listed := listed_by(tool.command[0], queries.output_of(tool.command))) or True:",
+        fault="The doctor asks the tool of NVIDIA's driver only.",
+        tests="tests/unit/test_doctor.py -k platform_of_the_gpus",
+    ),
+    Mutant(
+        "gpu_check._format_gpus",
+        old='f"driver {version[1]}" if version[0] else ""',
+        new='f"driver {version[1]}"',
+        fault="For a tool that does not list the driver, the doctor shows the name of the GPU as the driver's version.",
+        tests="tests/unit/test_doctor.py -k does_not_list_the_driver",
+    ),
 ]
