@@ -120,4 +120,20 @@ MUTANTS = [
         fault="For a tool that does not list the driver, the doctor shows the name of the GPU as the driver's version.",
         tests="tests/unit/test_doctor.py -k does_not_list_the_driver",
     ),
+    # -- adapters -------------------------------------------------------------------------------------------
+    Mutant(
+        "WorldEnvironment.__init__",
+        old='world.device.type != "cpu"',
+        new='world.device.type == "cuda"',
+        fault="With Lightning on GPUs of Intel, ranks train on other GPUs than those that bootstrap() has selected.",
+        tests="tests/integrations/test_lightning.py -k does_not_select",
+    ),
+    Mutant(
+        "nccl_built",
+        old="10_000 * major + 100 * minor + patch",
+        new="1_000 * major + 100 * minor + patch",
+        fault="Horovod's scripts see another version of NCCL.",
+        tests="tests/horovod/test_tensor_operations.py -k version_of_nccl",
+        ranks=2,
+    ),
 ]
