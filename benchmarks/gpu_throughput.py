@@ -16,6 +16,7 @@ import mpicomm
 from benchmarks import rank_results
 from mpicomm.bench import timing
 from mpicomm.bench.timing import Bench, Timed
+from mpicomm.devices import accelerator
 from mpicomm.errors import DeviceError
 
 ROUNDS = 7
@@ -26,14 +27,14 @@ MEBIBYTES = (1, 4, 16, 64, 256)
 def main() -> None:
     """Measure, and write the results on rank 0."""
     with mpicomm.bootstrap("mpi") as world:
-        if world.device.type != "cuda":
+        if world.device.type == "cpu":
             raise DeviceError("there is no GPU.\nRun this where there is one.")
-        bench = timing.on_ranks_of(world, ROUNDS, device="cuda", seconds=SECONDS)
+        bench = timing.on_ranks_of(world, ROUNDS, device=world.device.type, seconds=SECONDS)
         found = {f"{size} MiB": _measure(size, world.device, bench) for size in MEBIBYTES}
         if world.rank == 0:
             group: Any = dist.group.WORLD
             how = {
-                "GPU": torch.cuda.get_device_name(world.device),
+                "GPU": accelerator.device_name(world.device),
                 "transport": type(group._executor.transport).__name__,
             }
             what = "sums and copies of ones, which are written again before each call; the fastest round"

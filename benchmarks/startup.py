@@ -40,7 +40,6 @@ _OURS, _THEIRS = "mpicomm", "torchrun + Gloo"
 _IMPORT = "seconds of `import mpicomm`"
 _IMPORT_PROGRAM = "import time; t = time.perf_counter(); import mpicomm; print(time.perf_counter() - t)"
 _IMPORTS = 7  # processes, of which the fastest counts
-_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # with GPUs there would be no Gloo for comparison
 _TERM_SECONDS = 5.0
 _ERROR_TAIL = 2000  # characters of the error output in the message of a failed start
 _FAILED = 2  # exit status
@@ -76,10 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--limit", metavar="S", type=count, default=300, help="seconds until a timeout (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
-    environ = {**os.environ, **_WITHOUT_GPUS}
     launchers: dict[str, Callable[[int], Start]] = {
-        _OURS: lambda ranks: launching.build(Request(_probe("mpicomm"), ranks), environ),
-        _THEIRS: lambda ranks: _torchrun(ranks, environ),
+        _OURS: lambda ranks: launching.build(Request(_probe("mpicomm"), ranks), os.environ),
+        _THEIRS: lambda ranks: _torchrun(ranks, os.environ),
     }
     cases = list(itertools.product(options.ranks, launchers))
     try:

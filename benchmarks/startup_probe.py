@@ -27,7 +27,7 @@ def main() -> None:
 
         mpi.initialize(detect.detect(os.environ).local_size)
         laps["MPI_Init"] = time.perf_counter()
-        bootstrap()
+        bootstrap(device="cpu")  # as the program with Gloo
         laps["bootstrap"] = time.perf_counter()
     else:
         dist.init_process_group("gloo")

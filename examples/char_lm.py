@@ -121,7 +121,7 @@ class Model(nn.Module):
 
 def main() -> None:
     arguments = parse_arguments(__doc__, "runs/char_lm")
-    world = mpicomm.bootstrap()
+    world = mpicomm.bootstrap(device=arguments.device)
     share_cores(world)
     text = read(arguments.characters)
     model, loss = train(text, arguments)
@@ -136,6 +136,7 @@ def parse_arguments(about: str | None, directory: str) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=2, help="number of epochs (%(default)s)")
     parser.add_argument("--characters", type=int, default=200_000, help="the length of the text (%(default)s)")
     parser.add_argument("--dir", default=directory, help="checkpoint directory (%(default)s)")
+    parser.add_argument("--device", help="device of each rank, such as cpu or xpu:1 (default: chosen by bootstrap())")
     return parser.parse_args()
 
 

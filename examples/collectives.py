@@ -18,6 +18,7 @@ prints them. The tensors are on the GPU if the ranks have GPUs.
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ COUNT = 1000  # elements in each tensor; all are checked, one is printed
 
 
 def main() -> None:
-    world = mpicomm.bootstrap()
+    world = mpicomm.bootstrap(device=parse_arguments().device)
     show(world, "at the start", shown(start(world)))
     show(world, "broadcast from rank 0", broadcast(world))
     show(world, "reduce to rank 0", reduce(world))
@@ -40,6 +41,12 @@ def main() -> None:
     show(world, "mpicomm: mean of a dict", mean_of_a_dict(world))
     show(world, "mpicomm: any shape and dtype", broadcast_of_anything(world))
     show(world, "mpicomm: different lengths", gather_of_any_lengths(world))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="device of each rank, such as cpu or xpu:1 (default: chosen by bootstrap())")
+    return parser.parse_args()
 
 
 def broadcast(world: mpicomm.World) -> str:

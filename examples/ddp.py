@@ -25,6 +25,7 @@ step; at the end the parameters are compared bit by bit. `torchrun --nproc-per-n
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import sys
@@ -45,7 +46,7 @@ GOAL = 0.95
 
 
 def main() -> None:
-    world = mpicomm.bootstrap()
+    world = mpicomm.bootstrap(device=parse_arguments().device)
     share_cores(world)
     print(f"{world}\n", end="", flush=True)  # one write, so that the lines of several ranks do not mix
     train_set, test_set = load_digits()
@@ -62,6 +63,12 @@ def main() -> None:
         print(f"parameters {'identical' if identical else 'DIFFERENT'} on all ranks", flush=True)
     if accuracy < GOAL or not identical:
         sys.exit(1)  # on all ranks: both values are the same on each
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="device of each rank, such as cpu or xpu:1 (default: chosen by bootstrap())")
+    return parser.parse_args()
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:

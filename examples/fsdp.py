@@ -44,7 +44,7 @@ from mpicomm.examples.ddp import share_cores
 
 def main() -> None:
     arguments = parse_arguments(__doc__, "runs/fsdp")
-    world = mpicomm.bootstrap()
+    world = mpicomm.bootstrap(device=arguments.device)
     share_cores(world)
     text = read(arguments.characters)
     model, loss = train(text, arguments, strategy="fsdp")

@@ -19,6 +19,8 @@ float64. So the losses do not depend on the number of ranks. Only one rank compu
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,7 +33,7 @@ BATCH, STEPS, SEED = 64, 50, 0
 
 
 def main() -> None:
-    world = mpicomm.bootstrap()
+    world = mpicomm.bootstrap(device=parse_arguments().device)
     if world.size > DEPTH:
         if world.rank == 0:
             print(f"expected at most {DEPTH} ranks, got {world.size}; start with `mpirun -n {DEPTH}`", flush=True)
@@ -52,6 +54,12 @@ def main() -> None:
     dist.barrier()
     if world.rank == 0:
         print("parameters of all parts equal those of a network trained on one rank", flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="device of each rank, such as cpu or xpu:1 (default: chosen by bootstrap())")
+    return parser.parse_args()
 
 
 def forward_and_backward(

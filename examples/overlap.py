@@ -80,8 +80,8 @@ def milliseconds(world: mpicomm.World, action: Callable[[], object]) -> float:
         dist.barrier()
         start = time.perf_counter()
         action()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()  # CUDA calls are asynchronous
+        if world.device.type != "cpu":
+            torch.accelerator.synchronize()  # calls on a GPU are asynchronous
         times[number] = 1000 * (time.perf_counter() - start)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times.min().item()

@@ -45,6 +45,8 @@ buffer and no order of sends. The tensors are on the GPU if the ranks have GPUs.
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 import torch.distributed as dist
 
@@ -55,7 +57,7 @@ MANY = 2 * 1024 * 1024  # 8 MiB, which MPI and NCCL do not buffer: a send comple
 
 
 def main() -> None:
-    world = mpicomm.bootstrap()
+    world = mpicomm.bootstrap(device=parse_arguments().device)
     if world.size == 1:
         print_line(world, "needs 2 ranks or more, got 1; start with `mpirun -n 4 python -m mpicomm.examples.p2p`")
         return
@@ -68,6 +70,12 @@ def main() -> None:
         pass_around_the_ring(world, count)
     heading(world, "a dict around the ring with mpicomm.sendrecv", MANY)
     pass_a_dict_around_the_ring(world, MANY)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="device of each rank, such as cpu or xpu:1 (default: chosen by bootstrap())")
+    return parser.parse_args()
 
 
 def send_to_the_right(world: mpicomm.World, count: int) -> None:

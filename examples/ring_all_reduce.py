@@ -96,8 +96,8 @@ def milliseconds(world: mpicomm.World, operation: Callable[[], object]) -> float
         dist.barrier()
         start = time.perf_counter()
         operation()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()  # CUDA calls are asynchronous
+        if world.device.type != "cpu":
+            torch.accelerator.synchronize()  # calls on a GPU are asynchronous
         times[number] = 1000 * (time.perf_counter() - start)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times.min().item()

@@ -115,8 +115,8 @@ def take_step(world: mpicomm.World, model: nn.Module, batch: int) -> float:
     start = time.perf_counter()
     model(inputs).square().mean().backward()
     optimizer.step()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()  # CUDA calls are asynchronous
+    if world.device.type != "cpu":
+        torch.accelerator.synchronize()  # calls on a GPU are asynchronous
     return time.perf_counter() - start
 
 

@@ -4,8 +4,9 @@
 directory. This is for a notebook, a test, or a machine without MPI. It is limited to one machine, and the program
 itself must set what `mpicomm.bootstrap()` would determine: the ranks, the rendezvous, and the device of each process.
 
-The processes communicate over Gloo, or over NCCL if each has its own GPU. They cannot use MPI, whose ranks are the
-processes that mpirun or srun has started. So under mpirun this program fails with a message that names the remedy.
+The processes communicate over Gloo, or over the library of the vendor (NCCL, XCCL) if each has its own GPU. They cannot
+use MPI, whose ranks are the processes that mpirun or srun has started. So under mpirun this program fails with a
+message that names the remedy.
 
     $ python -m mpicomm.examples.spawn
     rank 0 of 4: cpu, gloo, sum 10
@@ -57,7 +58,7 @@ def variable_of_launcher() -> str | None:
 def work(rank: int, size: int, file: Path) -> None:
     """Sum the ranks plus one; each process runs this."""
     device = device_of(rank, size)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=size)
     tensor = torch.full((2,), 1.0 + rank, device=device)
     dist.all_reduce(tensor)
@@ -68,10 +69,13 @@ def work(rank: int, size: int, file: Path) -> None:
 
 def device_of(rank: int, size: int) -> torch.device:
     """Return a GPU for this process alone if there are enough GPUs for all processes, else the CPU."""
-    if dist.is_nccl_available() and torch.cuda.device_count() >= size:
-        torch.cuda.set_device(rank)
-        return torch.device("cuda", rank)
-    return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or torch.accelerator.device_count() < size:
+        return torch.device("cpu")
+    if not dist.is_backend_available(dist.get_default_backend_for_device(accelerator)):
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(rank)
+    return torch.device(accelerator.type, rank)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def main() -> None:
     arguments = parse_arguments()
     on_failure = "recover" if arguments.recover or arguments.kill else "abort"
     train_set, test_set = load_digits()  # before bootstrap(), in which a spare waits: the other ranks wait for the rest
-    world = mpicomm.bootstrap(on_failure=on_failure)
+    world = mpicomm.bootstrap(device=arguments.device, on_failure=on_failure)
     share_cores(world)
     torch.manual_seed(0)
     model = make_model()
@@ -90,6 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=12, help="number of epochs (%(default)s)")
     parser.add_argument("--dir", default="runs/digits", help="checkpoint directory (%(default)s)")
     parser.add_argument("--precision", default="float32", help="float32, bfloat16 or float16 (%(default)s)")
+    parser.add_argument("--device", help="device of each rank, such as cpu or xpu:1 (default: chosen by bootstrap())")
     parser.add_argument("--recover", action="store_true", help="continue if a rank fails (run --fault-tolerant)")
     parser.add_argument("--kill", type=int, nargs="+", default=[], metavar="STEP", help="kill a rank in these steps")
     return parser.parse_args()

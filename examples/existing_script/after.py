@@ -14,7 +14,8 @@ import mpicomm
 def main() -> None:
     mpicomm.bootstrap()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local_rank)
     torch.manual_seed(0)
 
     x = torch.randn(1024, 3)

@@ -21,6 +21,7 @@ ASYNCHRONOUS = "mpi-async"
 NOTHING = "none"
 """A backend whose collectives do nothing: its training step is a lower bound for every backend."""
 
+_GLOO = "gloo"
 _WITH_MPI = {OURS, ASYNCHRONOUS, MPI4PY, NOTHING}
 Backend = Callable[[MeasuredOperation, bool], Callable[[], Any]]
 """Returns the call that runs an operation, or, if the second argument is true, starts it and returns its handle.
@@ -37,23 +38,36 @@ def select(
     Args:
         asked: The names that the user asked for; None for the known ones that are available.
         known: The names that the benchmark supports.
-        kind: "cpu" or "cuda".
+        kind: The type of the device: "cpu", or that of an accelerator, such as "cuda" or "xpu".
 
     Raises:
         LaunchError: If the device or one of the backends is not available in this job.
     """
-    if kind == "cuda" and world.device.type != "cuda":
-        raise LaunchError("--device cuda: this rank has no GPU; use --device cpu")
-    of_torch, of_mpi = ("nccl", (OURS, NOTHING)) if kind == "cuda" else ("gloo", (OURS, MPI4PY, NOTHING))
-    available = {of_torch, *(of_mpi if world.comm is not None else ())}
-    names = list(asked or [name for name in known if name in available])
+    is_host = kind == "cpu"
+    if not is_host and kind != world.device.type:
+        reason = "this rank has no GPU" if world.device.type == "cpu" else f"this rank's device is {world.device}"
+        raise LaunchError(f"--device {kind}: {reason}; use --device {world.device.type}")
+    of_torch = _GLOO if is_host else _vendor_backend(world)
+    of_mpi = (OURS, MPI4PY, NOTHING) if is_host else (OURS, NOTHING)
+    available = {of_torch, *(of_mpi if world.comm is not None else ())} - {""}
+    names = list(asked or [name for name in dict.fromkeys((*known, of_torch)) if name in available])
     if world.comm is None and _WITH_MPI.intersection(names):
         raise LaunchError(
             f"{world.launcher} started the ranks without MPI; use --backend gloo, or start them with mpirun."
         )
-    if "nccl" in names and world.device.type != "cuda":
-        raise LaunchError("nccl needs one GPU per rank; remove nccl from --backend.")
-    return names, world.device if kind == "cuda" else torch.device("cpu")
+    if unusable := [name for name in names if name not in {_GLOO, of_torch, *_WITH_MPI}]:
+        raise LaunchError(
+            f"{unusable[0]} needs one GPU per rank, and tensors on it (--device); remove {unusable[0]} from --backend."
+        )
+    if not names:
+        raise LaunchError(f"no backend of this job transfers tensors on {world.device}; use --device cpu.")
+    return names, torch.device("cpu") if is_host else world.device
+
+
+def _vendor_backend(world: World) -> str:
+    """Return the backend of the device's vendor, which the job has if each rank has a device of its own; "" if not."""
+    backends = [part.rpartition(":")[2] for part in (world.backend or "").split(",")]
+    return next((backend for backend in backends if backend not in {_GLOO, OURS}), "")
 
 
 def make(names: Sequence[str], world: World) -> dict[str, Backend]:

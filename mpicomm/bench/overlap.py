@@ -43,7 +43,12 @@ def measure(bench: Bench, start: Callable[[], Any], compute: Callable[[int], obj
         compute: Computes; the time is proportional to the argument.
     """
     operation = timing.in_turn(bench, {"operation": lambda: start().wait()})["operation"].least
-    amount = amount_for(compute, operation)
+
+    def computed(amount: int) -> None:
+        compute(amount)
+        bench.settle()
+
+    amount = amount_for(computed, operation)
 
     def together() -> None:
         work = start()

@@ -72,11 +72,11 @@ def on_ranks_of(world: World, rounds: int, *, device: str = "cpu", seconds: floa
     Args:
         world: The ranks.
         rounds: The number of rounds.
-        device: The type of the measured device: "cpu" or "cuda".
+        device: The type of the measured device: "cpu", or that of an accelerator.
         seconds: Approximate duration of a round.
     """
     synchronize = dist.barrier if world.comm is None else world.comm.Barrier  # MPI's has the least skew
-    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+    settle = (lambda: None) if device == "cpu" else torch.accelerator.synchronize
     return Bench(all_gather_object, synchronize, settle, rounds, seconds)
 
 

@@ -36,6 +36,8 @@ _OPERATIONS = (
 _DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
 _MODELS, _STRATEGIES = ("small", "middle", "large"), ("ddp", "fsdp")
 _DECODERS = ("small", "middle")
+_VENDORS = ("nccl", "xccl")  # that of another accelerator is compared without being named
+_DEVICE_TYPE = re.compile(r"[a-z]\w*")
 _SIZE = re.compile(r"(\d+)(?:(Ki|Mi|Gi)B?)?")
 _FACTORS = {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _STEP = 4  # factor between successive sizes
@@ -112,7 +114,7 @@ _BENCH = Benchmark(
     "microseconds of the slowest rank, the mean of the fastest round; bandwidths in GB/s",
     _measure_operations,
     _operation_tables,
-    ("mpi", "gloo", "nccl", "mpi4py", "mpi-async"),
+    ("mpi", "gloo", *_VENDORS, "mpi4py", "mpi-async"),
 )
 
 
@@ -133,7 +135,7 @@ _BENCH_DDP = Benchmark(
     "milliseconds of a step of the slowest rank, the mean of the fastest round",
     _measure_steps,
     lambda _, results: [benchmarks.step_table(results["rows"])],
-    ("mpi", "gloo", "nccl", "none"),
+    ("mpi", "gloo", *_VENDORS, "none"),
 )
 
 
@@ -156,7 +158,7 @@ _BENCH_DECODE = Benchmark(
     "tokens per second of the fastest round; the model is split over the ranks, or whole on one of them",
     _measure_decoding,
     lambda _, results: [benchmarks.decode_table(results["rows"])],
-    ("mpi", "gloo", "none"),
+    ("mpi", "gloo", *_VENDORS, "none"),
 )
 
 
@@ -210,8 +212,9 @@ def _add_ranks(parser: argparse.ArgumentParser, benchmark: Benchmark, note: str 
     """Add the options of a benchmark that compares backends on several ranks."""
     _add_list(parser, "--backend", "backend", benchmark.backends, None, note)
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: %(default)s)"
-    )
+        "--device", metavar="TYPE", type=_device_type, default="cpu",
+        help="type of the tensors' device: cpu, cuda, xpu or another accelerator of torch (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("-n", dest="ranks", metavar="N", type=count, help="ranks to start, outside mpirun and srun")
     parser.add_argument(
         "--rounds", metavar="R", type=count, default=7,
@@ -236,6 +239,15 @@ def _add_list(
         option, metavar=f"{noun.upper()},...", type=among(noun, known), default=default,
         help=f"{every}a list of {', '.join(known)}{note} (default: {shown})",
     )  # fmt: skip
+
+
+def _device_type(text: str) -> str:
+    if _DEVICE_TYPE.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(
+            f"expected a type of device without an index, such as cpu, cuda or xpu, got {text!r}; bootstrap() assigns "
+            f"each rank its device"
+        )
+    return text
 
 
 def _sizes(text: str) -> list[int]:

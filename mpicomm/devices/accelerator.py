@@ -86,3 +86,20 @@ def known_vendor_backends() -> list[str]:
     """Return the backends of all vendors' libraries that torch knows, such as `cuda:nccl`, also those that it lacks."""
     backends = dist.Backend.default_device_backend_map.items()
     return [f"{device}:{backend}" for device, backend in backends if device != "cpu" and backend not in _HOST_BACKENDS]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the largest number of bytes that this process has had allocated on a device; 0 if that is not known."""
+    read = getattr(torch.get_device_module(device), "max_memory_allocated", None)  # an extension may lack it
+    return 0 if read is None else read(device)
+
+
+def utilization(device: torch.device) -> int | None:
+    """Return the percentage of time in which a device is busy; None if torch has no such function for it.
+
+    The function may need a package that torch does not require, such as nvidia-ml-py or amdsmi.
+    """
+    try:
+        return torch.get_device_module(device).utilization(device)
+    except Exception:  # noqa: BLE001  torch raises exceptions of many types where the package or the driver is missing
+        return None

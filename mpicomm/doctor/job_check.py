@@ -148,7 +148,10 @@ def _check_gpus(members: Sequence[RankFacts]) -> list[Finding]:
     if not gpus or len(members) <= gpus:
         return []
     shared = f"{gpus} GPU{'s' if gpus > 1 else ''}"
-    message = f"{len(members)} ranks on {members[0].host} share {shared}: NCCL needs one GPU for each rank"
+    message = (
+        f"{len(members)} ranks on {members[0].host} share {shared}: a vendor's library, such as NCCL, needs one GPU "
+        f"for each rank"
+    )
     return [warning("GPUs of ranks", message, f"Start {gpus} ranks per host, one for each GPU.")]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mpicomm import mpi
+from mpicomm.devices import accelerator, vendors
 from mpicomm.errors import LaunchError, raised_on_all_ranks
 from mpicomm.horovod.process_sets import DYNAMIC_VARIABLE, ProcessSet, registry
 from mpicomm.horovod.variables import is_set
@@ -207,9 +208,10 @@ def gloo_built() -> bool:
 
 def nccl_built() -> int:
     """Return the version of NCCL, such as 22703, if torch has it; otherwise 0."""
-    if not torch.distributed.is_nccl_available() or not torch.cuda.is_available():
+    version = vendors.vendor().versions().get("NCCL") if accelerator.is_available() else None
+    if version is None:
         return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]
+    major, minor, patch = map(int, version.split(".")[:3])
     return 10_000 * major + 100 * minor + patch
 
 
@@ -219,8 +221,8 @@ def ddl_built() -> bool:
 
 
 def ccl_built() -> bool:
-    """Return False: oneCCL is not supported."""
-    return False
+    """Return whether torch has XCCL, which runs oneCCL on GPUs of Intel."""
+    return torch.distributed.is_xccl_available()
 
 
 def cuda_built() -> bool:

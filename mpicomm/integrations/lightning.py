@@ -38,10 +38,10 @@ class WorldEnvironment(ClusterEnvironment):
 
     def __init__(self) -> None:
         self._world = world = session.current_world()
-        if world.device.type == "cuda" and world.device.index != world.local_rank:
+        if world.device.type != "cpu" and world.device.index != world.local_rank:
             raise LaunchError(
                 f"Lightning selects the GPU with the number of the local rank: got {world.device} on rank "
-                f"{world.rank}, expected cuda:{world.local_rank}.\n"
+                f"{world.rank}, expected {world.device.type}:{world.local_rank}.\n"
                 f"Let every rank see all GPUs of its node (with Slurm: without --gpus-per-task and --gpu-bind), and "
                 f"start as many ranks per node as it has GPUs."
             )

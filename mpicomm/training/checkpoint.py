@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mpicomm import agreement, mpi
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.collective_ops import collectives
+from mpicomm.devices import accelerator
 from mpicomm.errors import CheckpointError, RankFailedError, raised_on_all_ranks
 from mpicomm.training import run_directory
 from mpicomm.training.preemption import is_of_all_ranks
@@ -64,8 +65,7 @@ class Checkpoints:
         self._uses_mpicomm = isinstance(dist.group.WORLD, MPIProcessGroup)
         self._in_background = mpi.has_thread_multiple() if self._uses_mpicomm else dist.is_gloo_available()
         # The current GPU of a new thread is the first one, so the thread selects its own.
-        begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint", initializer=begin)
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "mpicomm-checkpoint", accelerator.select, (device,))
         self._running: concurrent.futures.Future[None] | None = None
         # 2. lock the directory, and agree on the newest checkpoint
         self._run_directory: RunDirectory | None = None  # on rank 0

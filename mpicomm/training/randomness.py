@@ -65,18 +65,26 @@ def drawn(make: Callable[[], Iterator[T]], seed: int) -> Iterator[T]:
 def states(device: torch.device) -> dict[str, Any]:
     """Return the states of this rank's generators, including the one of its GPU."""
     generators = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        generators["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        generators[device.type] = torch.get_device_module(device).get_rng_state(device)
     return generators
 
 
 def restore(generators: dict[str, Any], device: torch.device) -> None:
-    """Restore the generators to the states that `states` returned."""
+    """Restore the generators to the states that `states` returned.
+
+    If that was on another type of device, the generator of this device gets a seed that depends on these states.
+    """
     random.setstate(generators["python"])
     np.random.set_state(generators["numpy"])
     torch.set_rng_state(generators["torch"])
-    if device.type == "cuda" and "cuda" in generators:
-        torch.cuda.set_rng_state(generators["cuda"], device)
+    if device.type == "cpu":
+        return
+    module = torch.get_device_module(device)
+    if device.type in generators:
+        module.set_rng_state(generators[device.type], device)
+    else:  # a checkpoint: without a new seed, the device would draw the numbers of the first steps again
+        module.manual_seed_all(_seed_of(generators["torch"]))
 
 
 @contextlib.contextmanager
@@ -89,11 +97,16 @@ def preserved(device: torch.device) -> Iterator[None]:
         restore(before, device)
 
 
+def _seed_of(state: torch.Tensor) -> int:
+    """Return a seed that depends on the state of a generator."""
+    return int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=6).digest(), "big")
+
+
 def make_repeatable() -> None:
     """Make torch use deterministic algorithms, also on GPUs, where they are somewhat slower.
 
     Call it before cuBLAS is first used: cuBLAS reads CUBLAS_WORKSPACE_CONFIG at that time.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without effect on the libraries of other vendors
     torch.use_deterministic_algorithms(True, warn_only=False)
     torch.backends.cudnn.benchmark = False

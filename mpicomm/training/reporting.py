@@ -24,6 +24,7 @@ from rich.table import Table
 from mpicomm import agreement, arguments, metrics_file, rank_log, terminal
 from mpicomm.arguments import FLAG
 from mpicomm.collective_ops import collectives
+from mpicomm.devices import accelerator
 from mpicomm.errors import CheckpointError
 from mpicomm.job.session import World
 from mpicomm.metrics_file import MetricsFile
@@ -159,7 +160,8 @@ class Reporter:
         for name, part_seconds in parts.items():
             self._parts[name] += part_seconds
         seconds = max(now - self._logged, 1e-9)
-        self._gpu_utilization += _utilization(self._world.device)
+        if self._world.device.type != "cpu" and (percent := accelerator.utilization(self._world.device)) is not None:
+            self._gpu_utilization.append(percent)
         self.write(
             "step",
             position,
@@ -285,19 +287,9 @@ def opened(
 
 def _memory(device: torch.device) -> int:
     """Return the peak memory so far in bytes: allocated on the GPU, or resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return accelerator.peak_memory(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _utilization(device: torch.device) -> list[int]:
-    """Return the GPU utilization in percent, if available (requires nvidia-ml-py)."""
-    if device.type != "cuda":
-        return []
-    try:
-        return [torch.cuda.utilization(device)]
-    except Exception:  # noqa: BLE001  torch raises exceptions of many types where NVML is missing
-        return []
 
 
 # -- the terminal ------------------------------------------------------------------------------------------------------

@@ -99,9 +99,8 @@ class StepProfiler:
         temporary.rename(path)
 
     def _start(self, step: int) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._world.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        # without a list, torch records the CPU and the accelerator for which it was built
+        activities = [torch.profiler.ProfilerActivity.CPU] if self._world.device.type == "cpu" else None
         self._first = step
         self._profile = torch.profiler.profile(activities=activities)
         self._profile.start()

@@ -251,7 +251,7 @@ class Trainer:
             )
         # 2. store the options of the loops
         skips, recovers = on_nonfinite == "skip", on_failure == "recover"
-        loader = LoaderOptions(batch_size, grad_accum_steps, num_workers, world.device.type == "cuda", seed)
+        loader = LoaderOptions(batch_size, grad_accum_steps, num_workers, world.device.type != "cpu", seed)
         self._options = LoopOptions(
             loader=loader,
             checkpoint_dir=checkpoint_dir,

@@ -164,24 +164,52 @@ def test_a_backend_that_refuses_on_one_rank_is_left_out(world: mpicomm.World) ->
     assert found == SweepResults([], {"broadcast, float32, in place, one": "not today"})
 
 
+KNOWN = ("mpi", "gloo", "nccl", "xccl", "mpi4py", "mpi-async")
+XPU = torch.device("xpu", 1)
+
+
+def world_with(device: torch.device, backend: str, *, has_mpi: bool = True) -> Any:
+    return types.SimpleNamespace(
+        comm=object() if has_mpi else None, device=device, backend=backend, launcher="torchrun"
+    )
+
+
 @pytest.mark.parametrize(
-    ("asked", "kind", "text"),
+    ("asked", "kind", "world", "text"),
     [
-        (["nccl"], "cpu", "nccl needs one GPU per rank"),
-        (None, "cuda", "this rank has no GPU; use --device cpu"),
+        (["nccl"], "cpu", world_with(CPU, "mpi"), "nccl needs one GPU per rank"),
+        (["nccl"], "xpu", world_with(XPU, "cpu:mpi,xpu:xccl"), "nccl needs one GPU per rank"),
+        (["xccl"], "xpu", world_with(XPU, "mpi"), "xccl needs one GPU per rank"),
+        (None, "cuda", world_with(CPU, "mpi"), "this rank has no GPU; use --device cpu"),
+        (None, "cuda", world_with(XPU, "mpi"), "this rank's device is xpu:1; use --device xpu"),
+        (None, "xpu", world_with(XPU, "gloo", has_mpi=False), "no backend of this job transfers tensors on xpu:1"),
     ],
 )
-def test_backends_that_are_not_available(asked: list[str] | None, kind: str, text: str) -> None:
-    world: Any = types.SimpleNamespace(comm=object(), device=CPU)
+def test_backends_that_are_not_available(asked: list[str] | None, kind: str, world: Any, text: str) -> None:
     with pytest.raises(LaunchError, match=text):
-        compared_backends.select(asked, ("mpi", "nccl"), kind, world)
+        compared_backends.select(asked, KNOWN, kind, world)
 
 
 def test_backends_that_need_more_are_measured_only_if_named() -> None:
-    world: Any = types.SimpleNamespace(comm=object(), device=CPU)
-    known = ("mpi", "gloo", "nccl", "mpi4py", "mpi-async")
-    assert compared_backends.select(None, known, "cpu", world) == (["mpi", "gloo", "mpi4py"], CPU)
-    assert compared_backends.select(["mpi-async"], known, "cpu", world) == (["mpi-async"], CPU)
+    world = world_with(CPU, "mpi")
+    assert compared_backends.select(None, KNOWN, "cpu", world) == (["mpi", "gloo", "mpi4py"], CPU)
+    assert compared_backends.select(["mpi-async"], KNOWN, "cpu", world) == (["mpi-async"], CPU)
+
+
+@pytest.mark.parametrize(
+    ("backend", "has_mpi", "names"),
+    [
+        ("cpu:mpi,xpu:xccl", True, ["mpi", "xccl"]),
+        ("cpu:gloo,xpu:xccl", False, ["xccl"]),
+        ("xccl", False, ["xccl"]),
+        ("cpu:mpi,xpu:vendors-own", True, ["mpi", "vendors-own"]),
+        ("mpi", True, ["mpi"]),  # the ranks share a GPU
+    ],
+)
+def test_on_gpus_the_backend_of_their_vendor_is_compared(backend: str, has_mpi: bool, names: list[str]) -> None:
+    world = world_with(XPU, backend, has_mpi=has_mpi)
+    assert compared_backends.select(None, KNOWN, "xpu", world) == (names, XPU)
+    assert compared_backends.select(["mpi"] if has_mpi else ["gloo"], KNOWN, "cpu", world)[1] == CPU
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 64, 1000])

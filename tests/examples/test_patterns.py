@@ -14,7 +14,9 @@ from mpicomm.examples import model_parallel, overlap, scaling, spawn
 
 @pytest.mark.parametrize("rank", [0, 6])
 def test_too_many_ranks_for_the_layers_are_reported_once(rank, monkeypatch, capsys):
-    monkeypatch.setattr("mpicomm.bootstrap", lambda: types.SimpleNamespace(rank=rank, size=7), raising=False)
+    world = types.SimpleNamespace(rank=rank, size=7)
+    monkeypatch.setattr("mpicomm.bootstrap", lambda device: world, raising=False)
+    monkeypatch.setattr("sys.argv", ["model_parallel"])
     model_parallel.main()
     expected = "expected at most 6 ranks, got 7; start with `mpirun -n 6`\n"
     assert capsys.readouterr().out == ("" if rank else expected)

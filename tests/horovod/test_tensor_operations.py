@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import types
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import mpicomm.horovod as hvd
+from mpicomm.devices import vendors
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("started")]
 
@@ -289,5 +291,12 @@ def test_properties_of_the_job() -> None:
     assert hvd.mpi_enabled()
     assert hvd.mpi_threads_supported()
     assert not hvd.gloo_enabled()
-    assert not hvd.ccl_built()
+    assert hvd.ccl_built() == dist.is_xccl_available()
     assert hvd.nccl_built() == 0 or torch.cuda.is_available()
+
+
+def test_the_version_of_nccl_is_a_number_as_in_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    vendor = types.SimpleNamespace(versions=lambda: {"CUDA": "12.8", "NCCL": "2.27.3"})
+    monkeypatch.setattr(vendors, "vendor", lambda: vendor)
+    assert hvd.nccl_built() == 22703

@@ -123,6 +123,9 @@ def test_a_gpu_that_lightning_does_not_select_raises_an_error(world):
     world(device=torch.device("cuda", 0))
     with pytest.raises(LaunchError, match="got cuda:0 on rank 2, expected cuda:2"):
         environment()
+    world(device=torch.device("xpu", 1))
+    with pytest.raises(LaunchError, match="got xpu:1 on rank 2, expected xpu:2"):
+        environment()
     world(device=torch.device("cuda", 2))
     assert environment().local_rank() == 2
 

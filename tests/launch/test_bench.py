@@ -85,7 +85,7 @@ def test_without_mpi_only_its_own_backends_are_measured() -> None:
         ("decode --model huge", "unknown model huge; expected one of small, middle"),
         ("-n 0", "argument -n: expected a positive integer, got 0"),
         ("--op all_reduc", "unknown operation all_reduc; expected one of all_reduce, reduce,"),
-        ("--backend mpi,mvapich", "unknown backend mvapich; expected one of mpi, gloo, nccl, mpi4py, mpi-async"),
+        ("--backend mpi,mvapich", "unknown backend mvapich; expected one of mpi, gloo, nccl, xccl, mpi4py, mpi-async"),
         ("--dtype float8", "unknown dtype float8"),
         ("--size 4k", "'4k': expected a number of bytes, for example 4, 1Ki, 64Mi or 1Gi"),
         ("--size 1Mi:4", "1Mi:4: the first size is larger than the last"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import (
     accelerator_counting,
+    accelerator_users,
     backend,
     cluster_adapters,
     devices,
@@ -23,6 +24,7 @@ from tests.mutants import (
 
 MUTANTS = [
     *accelerator_counting.MUTANTS,
+    *accelerator_users.MUTANTS,
     *backend.MUTANTS,
     *cluster_adapters.MUTANTS,
     *devices.MUTANTS,

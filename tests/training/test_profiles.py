@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,21 @@ def test_a_trace_of_the_same_steps_is_another_file(world: mpicomm.World, tmp_pat
     name = f"rank_{world.rank:03d}-step-000000001"
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [f"{name}-2.json", f"{name}.json"]
     assert all("aten::sin" in names_in(path) for path in (tmp_path / "profile").iterdir())
+
+
+@pytest.mark.parametrize(("device", "activities"), [("cpu", [torch.profiler.ProfilerActivity.CPU]), ("xpu", None)])
+def test_an_accelerator_of_any_vendor_is_in_the_profile(
+    world: mpicomm.World, device: str, activities: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a list of activities torch records the accelerator for which it was built; a run on CPUs records none."""
+    recorded: list[Any] = []
+    profile = torch.profiler.profile
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: (recorded.append(activities), profile())[1])
+    world = dataclasses.replace(world, device=torch.device(device))
+    profiler = step_profile.StepProfiler(range(1, 2), tmp_path / "profile", world)
+    profiler.count(0)
+    profiler.close()
+    assert recorded == [activities]
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,22 @@ def test_overlap_is_the_part_of_an_operation_that_computing_hides(
     )  # the operation is in progress during the computation
 
 
+def test_a_device_completes_its_computation_before_its_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a call returns before its computation is complete."""
+    events: list[str] = []
+    bench = dataclasses.replace(alone(), settle=lambda: events.append("settle"))
+    monkeypatch.setattr(overlap.timing, "in_turn", lambda _, calls: dict.fromkeys(calls, Times((1.0,), None)))
+    monkeypatch.setattr(overlap, "amount_for", lambda compute, _: compute(8))
+    overlap.measure(bench, lambda: None, lambda amount: events.append(f"compute {amount}"))
+    assert events == ["compute 8", "settle"]
+
+
+def test_work_on_a_device_of_any_vendor_counts_until_it_is_complete() -> None:
+    world: Any = types.SimpleNamespace(comm=None)
+    assert timing.on_ranks_of(world, 1, device="xpu").settle is torch.accelerator.synchronize
+    assert timing.on_ranks_of(world, 1).settle is not torch.accelerator.synchronize
+
+
 def test_the_computation_takes_as_long_as_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(overlap, "time", clock)

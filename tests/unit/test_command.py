@@ -90,6 +90,7 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Ca
         (["repotr"], "repotr"),
         (["report"], "required: RUN_DIR"),
         (["report", ".", "--plot", "a.jpg"], "expected a .png file, got a.jpg; use a.png"),
+        (["bench", "--device", "cuda:0"], "expected a type of device without an index"),
     ],
 )
 def test_a_wrong_command_is_an_error(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

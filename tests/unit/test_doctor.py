@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from mpicomm import terminal
+from mpicomm.devices.counting import Accelerators
 from mpicomm.doctor import (
     findings,
     gpu_check,
@@ -34,6 +35,7 @@ from mpicomm.doctor.memory_check import MemoryFacts
 from mpicomm.doctor.network_check import NetworkFacts
 from mpicomm.doctor.processor_check import ProcessorFacts
 from mpicomm.doctor.software_check import SoftwareFacts
+from mpicomm.launch import visible_devices
 from mpicomm.launch.mpi_library import Library
 
 OPEN_MPI = Library("Open MPI", "5.0.11", "/opt/ompi/lib/libmpi.so.40", "/opt/ompi/bin/mpiexec")
@@ -56,7 +58,7 @@ MEMORY = MemoryFacts(0, "0", 2**34, 2**33, "madvise")
 LIMITS = LimitFacts(10, 1024, 2**20, 2**16)
 NETWORK = NetworkFacts("node1", ("10.0.0.1",), "", 0.01, (("lo", "127.0.0.1"), ("eth0", "10.0.0.1")))
 PROCESSORS = ProcessorFacts(tuple(range(8)), 8, 8, None, None, 1)
-GPUS = GPUFacts(4, ("NVIDIA H100, 550.54",) * 4, None, None, "12.8", ("NVIDIA H100",) * 4)
+GPUS = GPUFacts(4, ("NVIDIA H100, 550.54",) * 4, None, None, "CUDA 12.8", ("NVIDIA H100",) * 4)
 
 
 def faults(found: list[Finding]) -> list[tuple[str, str]]:
@@ -268,6 +270,29 @@ def test_the_processors(changes: dict[str, object], expected: list[object], show
 
 
 NO_GPU = GPUFacts(0, (), None, None, "")
+MI250X = GPUFacts(8, ("AMD INSTINCT MI250X",) * 8, None, None, "ROCm 6.4", ("AMD Instinct MI250X",) * 8, (), "ROCm")
+MAX_1550 = GPUFacts(6, ("Intel(R) Data Center GPU Max 1550, 1.3.29735",) * 6, None, None, "", platform="XPU")
+
+# What the tools print, shortened.
+ROCM_SMI = """
+============================ ROCm System Management Interface ============================
+====================================== Product Info ======================================
+GPU[0]\t\t: Card Series: \t\tAMD Instinct MI300X
+GPU[0]\t\t: Card Model: \t\t0x74a1
+GPU[1]\t\t: Card Series: \t\tAMD Instinct MI300X
+==========================================================================================
+"""
+AMD_SMI = """\
+GPU: 0
+    ASIC:
+        MARKET_NAME: AMD Instinct MI210
+        VENDOR_ID: 0x1002
+"""
+XPU_SMI = """\
+Device ID,Device Name,Driver Version
+0,"Intel(R) Data Center GPU Max 1550","1.3.29735"
+1,"Intel(R) Data Center GPU Max 1550","1.3.29735"
+"""
 
 
 @pytest.mark.parametrize(
@@ -275,7 +300,7 @@ NO_GPU = GPUFacts(0, (), None, None, "")
     [
         (NO_GPU, [], "none: tensors are on the CPU"),
         (dataclasses.replace(NO_GPU, devices=2), [("GPUs", "problem")], "has 2 GPUs, but torch was built without CUDA"),
-        (dataclasses.replace(NO_GPU, devices=1, build="12.8"), [("GPUs", "problem")], "Run `nvidia-smi` here."),
+        (dataclasses.replace(NO_GPU, devices=1, build="CUDA 12.8"), [("GPUs", "problem")], "Run `nvidia-smi` here."),
         (dataclasses.replace(GPUS, names=()), [("GPUs", "problem")], "NVIDIA H100, 550.54"),
         (
             dataclasses.replace(GPUS, names=(), hidden_by="CUDA_VISIBLE_DEVICES="),
@@ -284,10 +309,64 @@ NO_GPU = GPUFacts(0, (), None, None, "")
         ),
         (dataclasses.replace(NO_GPU, assigned="SLURM_STEP_GPUS=0"), [("GPUs", "problem")], "SLURM_STEP_GPUS=0 assigns"),
         (dataclasses.replace(GPUS, without_peer_access=((0, 2),)), [("GPU topology", "warning")], "GPUs 0-2 cannot"),
+        (MI250X, [], "8 x AMD Instinct MI250X, ROCm 6.4"),
+        (
+            dataclasses.replace(MI250X, build="CUDA 12.8", names=()),
+            [("GPUs", "problem")],
+            "this host has 8 GPUs, but torch was built without ROCm",
+        ),
+        (dataclasses.replace(MI250X, listed=(), names=()), [("GPUs", "problem")], "Run `rocm-smi` here."),
+        (
+            dataclasses.replace(MI250X, without_peer_access=((0, 1),)),
+            [("GPU topology", "warning")],
+            "RCCL copies through host memory",
+        ),
+        (MAX_1550, [("GPUs", "problem")], "but torch was built without XPU"),
+        (
+            dataclasses.replace(MAX_1550, build="XPU 20250101", names=("Intel(R) Data Center GPU Max 1550",) * 12),
+            [],
+            "12 x Intel(R) Data Center GPU Max 1550, XPU 20250101, driver 1.3.29735",
+        ),
+        (dataclasses.replace(NO_GPU, names=("Ascend910",) * 2), [], "2 x Ascend910"),
     ],
 )
 def test_gpus(facts: GPUFacts, expected: list[object], shown: str) -> None:
     expect(gpu_check.check(facts), expected, shown)
+
+
+def test_a_tool_that_does_not_list_the_driver_adds_nothing() -> None:
+    assert [finding.message for finding in gpu_check.check(MI250X)] == ["8 x AMD Instinct MI250X, ROCm 6.4"]
+
+
+@pytest.mark.parametrize(
+    ("command", "output", "listed"),
+    [
+        ("nvidia-smi", "NVIDIA H100, 550.54\nNVIDIA H100, 550.54\n", ["NVIDIA H100, 550.54"] * 2),
+        ("nvidia-smi", "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", []),
+        ("rocm-smi", ROCM_SMI, ["AMD Instinct MI300X"] * 2),
+        ("rocm-smi", ROCM_SMI.replace("Card Series", "Card series"), ["AMD Instinct MI300X"] * 2),  # before ROCm 6
+        ("amd-smi", AMD_SMI, ["AMD Instinct MI210"]),
+        ("xpu-smi", XPU_SMI, ["Intel(R) Data Center GPU Max 1550, 1.3.29735"] * 2),
+    ],
+)
+def test_the_gpus_that_the_tool_of_a_driver_lists(command: str, output: str, listed: list[str]) -> None:
+    assert gpu_check.listed_by(command, output) == listed
+
+
+def test_the_platform_of_the_gpus_is_that_of_the_tool_that_lists_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = {"nvidia-smi": "No devices were found\n", "rocm-smi": ROCM_SMI}
+    monkeypatch.setattr(gpu_check.queries, "output_of", lambda command: outputs.get(command[0], ""))
+    facts = gpu_check.collect({})
+    assert (facts.platform, facts.listed) == ("ROCm", ("AMD Instinct MI300X",) * 2)
+    outputs.clear()
+    assert gpu_check.collect({}).listed == ()
+
+
+def test_without_the_tool_of_the_driver_the_kernels_files_show_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check.queries, "output_of", lambda _command: "")
+    monkeypatch.setattr(gpu_check.counting, "count", lambda _environ: Accelerators(visible_devices.INTEL, 6))
+    facts = gpu_check.collect({})
+    assert (facts.platform, facts.devices) == ("XPU", 6)
 
 
 # -- the ranks of a job ------------------------------------------------------------------------------------------------

@@ -51,6 +51,20 @@ def test_samples_per_second_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPat
     assert [(entry["event"], entry["samples_per_s"], entry["lr"]) for entry in entries] == [("step", 32.0, 0.5)] * 2
 
 
+@pytest.mark.parametrize("reports_use", [True, False])
+def test_the_memory_and_use_of_a_gpu_of_any_vendor(reports_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has a function for the peak of the allocated memory for each vendor, but not for the utilization."""
+    monkeypatch.setattr(torch.xpu, "max_memory_allocated", lambda device: 3 * 2**20)
+    if reports_use:
+        monkeypatch.setattr(torch.xpu, "utilization", lambda device: 60 + device.index, raising=False)
+    entries: list[dict[str, Any]] = []
+    world: Any = types.SimpleNamespace(size=1, device=torch.device("xpu", 1))
+    reporter = Reporter(world, [entries.append], Display("none", 1, None, prints=False))
+    reporter.log(Position(), 0.25, torch.optim.SGD([torch.zeros(1)], lr=0.5))
+    assert entries[0]["memory_mib"] == 3.0
+    assert reporter._gpu_utilization == ([61] if reports_use else [])
+
+
 def test_a_recovery_is_reported_with_the_time_without_a_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
