@@ -16,6 +16,7 @@ from mpicomm.launch.visible_devices import AMD, ASCEND, GAUDI, INTEL, NVIDIA
 
 _HABANA_VENDOR, _INTEL_VENDOR = "0x1da3", "0x8086"  # PCI vendor IDs
 _INTEGRATED_INTEL = "0000:00:02.0"  # the PCI address of the GPU in every Intel processor
+_MOST_INTEGRATED_SIMDS = 80  # in the largest GPU of an AMD processor (Ryzen AI Max, 40 compute units)
 _MOST_DEVICES = 64  # that torch counts in a process
 
 
@@ -66,11 +67,13 @@ def _read_amd(root: Path) -> list[int]:
 
 
 def _is_amd_gpu(root: Path, properties: Mapping[str, int]) -> bool:
+    simds, minor = properties.get("simd_count", 0), properties.get("drm_render_minor", 0)
     # The cores of a processor make a node without SIMD units, or one with those of its GPU. The GPUs of newer
-    # processors are nodes of their own: they have no unique ID, as ROCm's UUID `GPU-XX` shows.
-    is_integrated = properties.get("cpu_cores_count", 0) > 0 or properties.get("unique_id") == 0
-    minor = properties.get("drm_render_minor", 0)
-    return properties.get("simd_count", 0) > 0 and not is_integrated and (minor == 0 or _may_open(root, minor))
+    # processors are nodes of their own. They have no unique ID, as ROCm's UUID `GPU-XX` shows; a large GPU without one,
+    # perhaps in a virtual machine, is a GPU nevertheless.
+    is_small = properties.get("unique_id") == 0 and simds <= _MOST_INTEGRATED_SIMDS
+    is_integrated = properties.get("cpu_cores_count", 0) > 0 or is_small
+    return simds > 0 and not is_integrated and (minor == 0 or _may_open(root, minor))
 
 
 def _properties(path: Path) -> dict[str, int]:

@@ -47,16 +47,23 @@ MUTANTS = [
     ),
     Mutant(
         "_is_amd_gpu",
-        old="properties.get('unique_id') == 0",
+        old="properties.get('unique_id') == 0 and simds <= _MOST_INTEGRATED_SIMDS",
         new="False",
         fault="The GPU in a Ryzen processor is counted: one rank is started in place of one per core.",
         tests=_FILES,
     ),
     Mutant(
         "_is_amd_gpu",
-        old="properties.get('unique_id') == 0",
-        new="not properties.get('unique_id')",
+        old="properties.get('unique_id') == 0 and simds <= _MOST_INTEGRATED_SIMDS",
+        new="not properties.get('unique_id') and simds <= _MOST_INTEGRATED_SIMDS",
         fault="Kernels that do not report the unique ID show no GPU.",
+        tests=_FILES,
+    ),
+    Mutant(
+        "_is_amd_gpu",
+        old="properties.get('unique_id') == 0 and simds <= _MOST_INTEGRATED_SIMDS",
+        new="properties.get('unique_id') == 0",
+        fault="A data centre GPU whose driver reports no unique ID is not counted.",
         tests=_FILES,
     ),
     Mutant(

@@ -233,8 +233,9 @@ def without(files: Files, *names: str) -> Files:
         (intel(2, tiles=2, driver="xe", integrated=True), (INTEL, 2)),
         (intel(2, driver="nouveau") | {"sys/class/drm/card1/device/vendor": "0x1a03\n"}, (INTEL, 1)),  # a BMC
         (kfd_node(0, cpu_cores_count=8, simd_count=44, drm_render_minor=128), (None, 0)),  # older APUs
-        (kfd_node(1, cpu_cores_count=0, simd_count=4, drm_render_minor=128, unique_id=0), (None, 0)),  # newer APUs
-        (kfd_node(1, cpu_cores_count=0, simd_count=256, drm_render_minor=128), (AMD, 1)),  # kernels before 5.8
+        (kfd_node(1, cpu_cores_count=0, simd_count=80, drm_render_minor=128, unique_id=0), (None, 0)),  # newer APUs
+        (kfd_node(1, cpu_cores_count=0, simd_count=240, drm_render_minor=128, unique_id=0), (AMD, 1)),
+        (kfd_node(1, cpu_cores_count=0, simd_count=64, drm_render_minor=128), (AMD, 1)),  # kernels before 5.8
         (ascend(8), (ASCEND, 8)),
         (accel(8, "0x1da3"), (GAUDI, 8)),
         (accel(1, "0x8086"), (None, 0)),  # an NPU
