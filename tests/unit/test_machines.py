@@ -1,13 +1,14 @@
 """The accelerators of machines, counted in the kernel's files and in variables, without a driver.
 
 The trees of files follow the documentation and sources of kernels, drivers and computing centres. For each machine the
-ranks that `mpicomm run` starts, the device of each rank, and the backend.
+ranks that `mpicomm run` starts, their cores, the device of each rank, and the backend.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,10 +19,10 @@ from mpicomm.cli import launching
 from mpicomm.devices import assignment, counting, vendors
 from mpicomm.devices.counting import Accelerators
 from mpicomm.job import plan
-from mpicomm.launch import queries, visible_devices
-from mpicomm.launch.allocation import Allocation, Host, HostAllocation, SlurmAllocation
+from mpicomm.launch import commands, queries, visible_devices
+from mpicomm.launch.allocation import Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
-from mpicomm.launch.request import Machine, Request
+from mpicomm.launch.request import Machine, Request, Start
 from mpicomm.launch.visible_devices import AMD, ASCEND, GAUDI, INTEL, NVIDIA
 
 # -- trees of files ----------------------------------------------------------------------------------------------------
@@ -112,60 +113,63 @@ def root(tmp_path: Path, files: Files) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class UsedMachine:
     """A machine, a job on it, and how mpicomm uses it."""
 
     files: Files
     cores: int
     vendor: str | None
     ranks: int
+    cores_per_rank: int
+    """Number of cores to which each rank is bound."""
     devices: tuple[str, ...]
     """The device of every rank, as the rank sees it."""
     backend: str
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The environment of the job script."""
-    job: Allocation | None = None
+    pbs: HostAllocation | None = None
     of_rank: str | None = None
     """The variable by which the scheduler gives every rank its own device; None if every rank sees all of them."""
 
 
 WITH_NCCL, WITH_ONECCL = "cpu:mpi,cuda:nccl", "cpu:mpi,xpu:xccl"
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
 MACHINES = {
     # OLCF: a GCD of an MI250X is a GPU; of the 64 cores, 8 are reserved for the system. Jobs have whole nodes, and
     # Slurm reports their GPUs even if the job requests none.
-    "Frontier": Recorded(
-        amd(8, sockets=4), 56, AMD, 8, ("cuda:0",) * 8, WITH_NCCL,
-        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "8", "SLURM_TASKS_PER_NODE": "64"},
+    "Frontier": UsedMachine(
+        amd(8, sockets=4), 56, AMD, 8, 7, ("cuda:0",) * 8, WITH_NCCL,
+        {**SLURM, "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_CPUS_PER_NODE": "56", "SLURM_TASKS_PER_NODE": "56"},
         of_rank="ROCR_VISIBLE_DEVICES",
     ),
-    "LUMI": Recorded(
-        amd(8, sockets=4), 56, AMD, 8, tuple(f"cuda:{gcd}" for gcd in range(8)), WITH_NCCL,
-        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_PER_NODE": "8"},
+    "LUMI": UsedMachine(
+        amd(8, sockets=4), 56, AMD, 8, 7, tuple(f"cuda:{gcd}" for gcd in range(8)), WITH_NCCL,
+        {**SLURM, "SLURM_GPUS_PER_NODE": "8", "SLURM_JOB_CPUS_PER_NODE": "56"},
     ),
-    "MI300A": Recorded(amd(4, sockets=4), 96, AMD, 4, tuple(f"cuda:{gpu}" for gpu in range(4)), WITH_NCCL),
+    "MI300A": UsedMachine(amd(4, sockets=4), 96, AMD, 4, 24, tuple(f"cuda:{gpu}" for gpu in range(4)), WITH_NCCL),
     # ALCF: PBS lists a host once. By default every tile of the six GPUs is a device.
-    "Aurora": Recorded(
-        intel(6, tiles=2), 104, INTEL, 12, tuple(f"xpu:{tile}" for tile in range(12)), WITH_ONECCL,
-        job=HostAllocation("PBS", (Host("x1"),), "/aux/1", cpus=208),
+    "Aurora": UsedMachine(
+        intel(6, tiles=2), 104, INTEL, 12, 8, tuple(f"xpu:{tile}" for tile in range(12)), WITH_ONECCL,
+        pbs=HostAllocation("PBS", (Host("x1"),), "/aux/1", cpus=208),
     ),
-    "Aurora, GPUs": Recorded(
-        intel(6, tiles=2, driver="xe"), 104, INTEL, 6, tuple(f"xpu:{gpu}" for gpu in range(6)), WITH_ONECCL,
-        {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, job=HostAllocation("PBS", (Host("x1"),), "/aux/1", cpus=208),
+    "Aurora, GPUs": UsedMachine(
+        intel(6, tiles=2, driver="xe"), 104, INTEL, 6, 17, tuple(f"xpu:{gpu}" for gpu in range(6)), WITH_ONECCL,
+        {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, pbs=HostAllocation("PBS", (Host("x1"),), "/aux/1", cpus=208),
     ),
-    "Polaris": Recorded(
-        nvidia(4), 32, NVIDIA, 8, tuple(f"cuda:{gpu}" for gpu in range(4)) * 2, WITH_NCCL,
-        job=HostAllocation("PBS", (Host("x1"), Host("x2")), "/aux/1", cpus=64),
+    "Polaris": UsedMachine(
+        nvidia(4), 32, NVIDIA, 8, 8, tuple(f"cuda:{gpu}" for gpu in range(4)) * 2, WITH_NCCL,
+        pbs=HostAllocation("PBS", (Host("x1"), Host("x2")), "/aux/1", cpus=64),
     ),
     # CSCS: four GH200.
-    "Alps": Recorded(
-        nvidia(4), 288, NVIDIA, 4, ("cuda:0",) * 4, WITH_NCCL,
-        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS": "4"}, of_rank="CUDA_VISIBLE_DEVICES",
+    "Alps": UsedMachine(
+        nvidia(4), 288, NVIDIA, 4, 72, ("cuda:0",) * 4, WITH_NCCL,
+        {**SLURM, "SLURM_GPUS": "4", "SLURM_JOB_CPUS_PER_NODE": "288"}, of_rank="CUDA_VISIBLE_DEVICES",
     ),
     # A process sees one of the seven MIG devices.
-    "A100 with MIG": Recorded(nvidia(1, {0: 7}), 16, NVIDIA, 1, ("cuda:0",), WITH_NCCL),
-    "laptop": Recorded(intel(1, integrated=True), 4, None, 4, ("cpu",) * 4, "mpi"),
-    "laptop with an NVIDIA GPU": Recorded(
-        intel(1, integrated=True) | nvidia(1), 8, NVIDIA, 1, ("cuda:0",), WITH_NCCL
+    "A100 with MIG": UsedMachine(nvidia(1, {0: 7}), 16, NVIDIA, 1, 16, ("cuda:0",), WITH_NCCL),
+    "laptop": UsedMachine(intel(1, integrated=True), 4, None, 4, 1, ("cpu",) * 4, "mpi"),
+    "laptop with an NVIDIA GPU": UsedMachine(
+        intel(1, integrated=True) | nvidia(1), 8, NVIDIA, 1, 8, ("cuda:0",), WITH_NCCL
     ),
 }  # fmt: skip
 
@@ -173,18 +177,16 @@ MACHINES = {
 @pytest.mark.parametrize(
     ("files", "machine"), [(machine.files, machine) for machine in MACHINES.values()], ids=list(MACHINES)
 )
-def test_ranks_devices_and_backend_of_a_machine(root: Path, machine: Recorded) -> None:
+def test_ranks_devices_and_backend_of_a_machine(root: Path, machine: UsedMachine) -> None:
     accelerators = counting.count(machine.environ, root)
     assert accelerators.vendor == machine.vendor
-    # 1. the number of ranks
-    host = Machine(machine.cores, True, False, "python", accelerators.count)
-    job: Allocation | None = machine.job
-    if "SLURM_JOB_ID" in machine.environ:
-        job = SlurmAllocation.from_environ(machine.environ)
-    job = host.with_default_ranks(job)
-    assert (host.capacity if job is None else job.ranks) == machine.ranks
+    # 1. the number of ranks, and their cores
+    start = launch(machine, accelerators)
+    bound = re.search(r"(?:--cpus-per-task=|:PE=)(\d+)", " ".join(start.command))
+    assert bound is not None
+    assert (start.ranks, int(bound[1])) == (machine.ranks, machine.cores_per_rank)
     # 2. the device of every rank
-    nodes = len(job.hosts) if isinstance(job, HostAllocation) else 1
+    nodes = len(machine.pbs.hosts) if machine.pbs else 1
     visible = [visible_to(rank, machine, root) for rank in range(machine.ranks // nodes)]
     assigned = assignment.assign(visible) * nodes
     kind = {INTEL: "xpu", None: "cpu"}.get(machine.vendor, "cuda")
@@ -200,7 +202,17 @@ def test_ranks_devices_and_backend_of_a_machine(root: Path, machine: Recorded) -
     assert plan.choose_backend("auto", has_mpi=True, device_each=device_each, vendor=vendor) == machine.backend
 
 
-def visible_to(rank: int, machine: Recorded, root: Path) -> list[str]:
+def launch(machine: UsedMachine, accelerators: Accelerators) -> Start:
+    """Return the launch by `mpicomm run`: by srun, or by Open MPI's mpiexec."""
+    host = Machine(machine.cores, True, False, "python", accelerators.count)
+    request = Request(("true",))
+    if "SLURM_JOB_ID" in machine.environ:
+        return commands.srun(request, host, SlurmAllocation.from_environ(machine.environ), "pmix", machine.environ)
+    library, job = Library("Open MPI", "5.0.11"), host.with_default_ranks(machine.pbs)
+    return commands.mpiexec(request, host, library, "mpiexec", machine.environ, job=job)
+
+
+def visible_to(rank: int, machine: UsedMachine, root: Path) -> list[str]:
     """Return the names of the devices that a rank sees."""
     environ = dict(machine.environ)
     if machine.of_rank:
