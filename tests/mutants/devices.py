@@ -205,7 +205,7 @@ MUTANTS = [
     Mutant(
         "mpi_job.join",
         old="vendors.pop() if len(vendors) == 1 else ''",
-        new="vendors.pop()",
+        new="max(vendors)",
         fault="The vendor's library is selected although the torch of one rank lacks it.",
         tests=f"{_JOBS} -k the_backend_of_its_vendor",
     ),
