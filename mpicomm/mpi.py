@@ -127,7 +127,7 @@ def initialize(
     *,
     all_ranks_call: bool = False,
     is_single: bool = False,
-    takes_gpu_tensors: bool = True,
+    takes_gpu_tensors: bool | None = None,
 ) -> Intracomm:
     """Initialise MPI if it is not initialised, and return MPI_COMM_WORLD (collective, if MPI was not initialised).
 
@@ -137,7 +137,7 @@ def initialize(
         wait_limit: Seconds in MPI_Init after which the process ends, if other ranks are absent.
         all_ranks_call: Whether all ranks of the job call this, also those on which MPI was initialised before.
         is_single: Whether the process is a job of its own, also if a rank has started it.
-        takes_gpu_tensors: Whether MPI is to support addresses of GPU memory.
+        takes_gpu_tensors: Whether MPI is to support addresses of GPU memory; by default the library decides.
 
     Raises:
         MpicommError: If this is a child process of a rank, where MPI must not be used, or MPI is finalised.
@@ -155,7 +155,9 @@ def initialize(
     # 2. initialise MPI
     if not mpi.Is_initialized():
         _check_connection_to_launcher(is_single=is_single)
-        variables = dict(_gpu_variables(takes_gpu_tensors=takes_gpu_tensors))
+        variables: dict[str, str] = {}
+        if takes_gpu_tensors is not None:
+            variables |= _gpu_variables(takes_gpu_tensors=takes_gpu_tensors)
         if local_size > _cores_of_node():
             variables |= _YIELD_VARIABLES
         for name, value in variables.items():
@@ -260,12 +262,13 @@ def _fence_after_mpi_init() -> None:
             poll(lambda: any(_fence_time), _FENCE_SECONDS)
 
 
-def job_comm(*, all_ranks_call: bool = False, takes_gpu_tensors: bool = True) -> Intracomm:
+def job_comm(*, all_ranks_call: bool = False, takes_gpu_tensors: bool | None = None) -> Intracomm:
     """Return the job's communicator: bootstrap()'s, or MPI_COMM_WORLD if torch was initialised without bootstrap().
 
     Args:
         all_ranks_call: Whether all ranks of the job call this.
-        takes_gpu_tensors: Whether MPI is to support addresses of GPU memory, if this initialises it.
+        takes_gpu_tensors: Whether MPI is to support addresses of GPU memory, if this initialises it; by default the
+            library decides.
     """
     return _job_comm or initialize(all_ranks_call=all_ranks_call, takes_gpu_tensors=takes_gpu_tensors)
 

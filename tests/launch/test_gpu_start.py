@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mpicomm import mpi
+from tests import accelerator
 from tests.launching import run_alone
 
 pytestmark = pytest.mark.each_mpi
@@ -35,7 +36,13 @@ def record(module, name):
     setattr(module, name, recorded)
 
 
-for module in (torch.accelerator, torch.cuda):
+modules = [torch.accelerator, torch.cuda]
+if "EMULATED_DEVICES" in os.environ:
+    from tests import accelerator
+
+    accelerator.register()
+    modules.append(torch.emulated)
+for module in modules:
     for name in module.__all__:
         if inspect.isfunction(getattr(module, name, None)) and name != "current_accelerator":
             record(module, name)
@@ -49,7 +56,7 @@ def report():
 """
 WITH_BOOTSTRAP = """
 try:
-    mpicomm.bootstrap(backend, device=device)
+    mpicomm.bootstrap({arguments})
 except mpicomm.DeviceError:
     report()
     os._exit(0)
@@ -61,6 +68,12 @@ report()
 """
 ENABLED = {"Open MPI": {}, "MPICH": {"MPIR_CVAR_ENABLE_GPU": "1"}}
 DISABLED = {"Open MPI": {"OMPI_MCA_accelerator": "null"}, "MPICH": {"MPIR_CVAR_ENABLE_GPU": "0"}}
+TWO_DEVICES = {"EMULATED_DEVICES": "2"}
+EMULATED = pytest.mark.skipif(bool(accelerator.reason_to_skip()), reason=accelerator.reason_to_skip() or "available")
+
+
+def with_bootstrap(arguments: str = "") -> str:
+    return WITH_BOOTSTRAP.format(arguments=arguments)
 
 
 def start(program: str, **variables: str) -> dict[str, Any]:
@@ -73,12 +86,14 @@ def start(program: str, **variables: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("program", "variables", "expected"),
     [
-        (f"backend, device = 'auto', None{WITH_BOOTSTRAP}", {}, ENABLED),
-        (f"backend, device = 'cpu:mpi,cuda:nccl', 0{WITH_BOOTSTRAP}", {}, DISABLED),
-        (f"backend, device = 'auto', None{WITH_BOOTSTRAP}", {"MPICOMM_GPU_AWARE": "0"}, DISABLED),
+        (with_bootstrap(), {}, ENABLED),
+        (with_bootstrap("'cpu:mpi,cuda:nccl', device=0"), {}, DISABLED),
+        (with_bootstrap(), {"MPICOMM_GPU_AWARE": "0"}, DISABLED),
         (WITHOUT, {}, ENABLED),
+        pytest.param(with_bootstrap("device=1"), TWO_DEVICES, ENABLED, marks=EMULATED),
+        pytest.param(WITHOUT, TWO_DEVICES, ENABLED, marks=EMULATED),
     ],
-    ids=["auto", "vendor", "staged", "without bootstrap"],
+    ids=["auto", "vendor", "staged", "without bootstrap", "emulated", "emulated, without bootstrap"],
 )
 def test_mpi_starts_before_the_driver_and_as_the_backend_needs_it(
     program: str, variables: dict[str, str], expected: dict[str, dict[str, str]]
@@ -86,6 +101,8 @@ def test_mpi_starts_before_the_driver_and_as_the_backend_needs_it(
     report = start(program, **variables)
     assert report["calls"][0] == "Init_thread"
     assert "is_available" in report["calls"]
+    if variables == TWO_DEVICES and program != WITHOUT:
+        assert {"device_count", "get_device_properties", "set_device_index"} <= set(report["calls"])
     vendor = mpi.library().vendor
     if vendor in expected:
         assert report["variables"] == expected[vendor]
@@ -93,4 +110,4 @@ def test_mpi_starts_before_the_driver_and_as_the_backend_needs_it(
 
 def test_the_variable_of_the_user_is_kept() -> None:
     variables = {"MPIR_CVAR_ENABLE_GPU": "1", "OMPI_MCA_accelerator": "^rocm"}
-    assert start(f"backend, device = 'nccl', None{WITH_BOOTSTRAP}", **variables)["variables"] == variables
+    assert start(with_bootstrap("'nccl'"), **variables)["variables"] == variables

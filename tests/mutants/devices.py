@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 _DEVICES = "tests/unit/test_devices.py"
 _BACKENDS = "tests/unit/test_backend_choice.py"
+_JOBS = "tests/launch/test_accelerators.py"
 
 MUTANTS = [
     # -- devices/assignment ---------------------------------------------------------------------------------
@@ -199,5 +200,46 @@ MUTANTS = [
         old="if not takes_gpu_tensors:\n    return self.implementation.no_gpu_environ",
         fault="MPI's support for GPU buffers is never disabled.",
         tests="tests/unit/test_launch_commands.py -k gpu_buffers",
+    ),
+    # -- the start of a job ---------------------------------------------------------------------------------
+    Mutant(
+        "mpi_job.join",
+        old="vendors.pop() if len(vendors) == 1 else ''",
+        new="max(vendors)",
+        fault="The vendor's library is selected although the torch of one rank lacks it.",
+        tests=f"{_JOBS} -k the_backend_of_its_vendor",
+    ),
+    Mutant(
+        "mpi_job._form",
+        old="accelerator.select(device)",
+        fault="A rank creates its tensors on device 0 instead of its own.",
+        tests=f"{_JOBS} -k the_backend_of_its_vendor",
+    ),
+    Mutant(
+        "torchrun_job.join",
+        old="accelerator.select(device)",
+        fault="Under torchrun, a rank creates its tensors on device 0 instead of its own.",
+        tests=f"{_JOBS} -k torchrun",
+    ),
+    Mutant(
+        "torchrun_job._device",
+        old="local_rank % count if count else None",
+        new="0 if count else None",
+        fault="Under torchrun, all ranks share device 0.",
+        tests=f"{_JOBS} -k torchrun",
+    ),
+    Mutant(
+        "_name_in_torch",
+        old="registration.register_beside(vendor) if vendor else registration.NAME",
+        new="registration.NAME",
+        fault="MPI gets the tensors that are meant for the vendor's library.",
+        tests=f"{_JOBS} -k the_backend_of_its_vendor",
+    ),
+    Mutant(
+        "Vendor.uuid",
+        old="str(getattr(properties, 'uuid', ''))",
+        new="''",
+        fault="Ranks whose device 0 differs are taken for ranks that share a device.",
+        tests=f"{_JOBS} -k see_different_devices",
     ),
 ]

@@ -1,0 +1,125 @@
+"""The start of jobs on the emulated accelerator: the device of each rank, and the backend that it determines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import accelerator
+from tests.launching import Outcome, command_line, run_command, run_ranks
+
+pytestmark = pytest.mark.skipif(bool(accelerator.reason_to_skip()), reason=accelerator.reason_to_skip() or "available")
+
+# Gloo takes the place of a vendor's library: it is created, but gets no tensors.
+SETUP = """
+import json, os, sys
+
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or os.environ["RANK"])
+if len(sys.argv) > 1:
+    os.environ["EMULATED_VISIBLE_DEVICES"] = sys.argv[1 + rank]
+
+import torch
+import torch.distributed as dist
+
+import mpicomm
+from mpicomm import job_info
+from tests import accelerator
+
+accelerator.register()
+
+
+def add_library():
+    def create(store, rank, size, timeout):
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    dist.Backend.register_backend("fancyccl", create, devices=["emulated"])
+
+
+def start(*args, **kwargs):
+    try:
+        world = mpicomm.bootstrap(*args, **kwargs)
+    except mpicomm.DeviceError as error:
+        return str(error)
+    current = torch.accelerator.current_device_index()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    info = job_info.collect(world)
+    transport = info.software.get("GPU tensors")
+    started = [str(world.device), current, world.backend, dist.get_backend(), int(total), transport]
+    if world.device.type != "cpu":
+        properties = torch.emulated.get_device_properties(world.device)
+        assert (info.device_name, info.uuid) == (properties.name, properties.uuid), info
+    mpicomm.shutdown()
+    return started
+
+
+def report(*results):
+    print(json.dumps([rank, *results]), flush=True)
+"""
+STAGED = "staged through host memory"
+
+
+def reports(outcome: Outcome) -> list[list[Any]]:
+    """Return the results of each rank."""
+    assert outcome.status == 0, outcome
+    lines = [json.loads(line) for line in outcome.stdout.splitlines() if line.startswith("[")]
+    return [results for _, *results in sorted(lines)]
+
+
+@pytest.mark.each_mpi
+def test_the_device_of_each_rank_and_the_backend_of_its_vendor() -> None:
+    program = """
+results = [start(), start(device="emulated:1"), start("mpi", device=0), start(device="cpu")]
+if rank == 0:
+    add_library()
+results.append(start())
+if rank == 1:
+    add_library()
+report(*results, start(), start("cpu:gloo,emulated:fancyccl"), start(device="emulated:1"))
+"""
+    for rank, results in enumerate(reports(run_ranks(2, SETUP + program))):
+        own = [f"emulated:{rank}", rank]
+        assert results == [
+            [*own, "mpi", "mpicomm", 2, STAGED],
+            ["emulated:1", 1, "mpi", "mpicomm", 2, STAGED],
+            ["emulated:0", 0, "mpi", "mpicomm", 2, STAGED],
+            ["cpu", 0, "mpi", "mpicomm", 2, None],
+            [*own, "mpi", "mpicomm", 2, STAGED],  # one rank lacks the library
+            [*own, "cpu:mpi,emulated:fancyccl", "mpicomm_fancyccl", 2, "FANCYCCL"],
+            [*own, "cpu:gloo,emulated:fancyccl", "cpu:gloo,emulated:fancyccl", 2, "FANCYCCL"],
+            ["emulated:1", 1, "mpi", "mpicomm", 2, STAGED],
+        ]
+
+
+def test_a_shared_device_is_refused_before_the_vendors_library_starts() -> None:
+    program = """
+add_library()
+report(start(), start("fancyccl"), start(device="emulated:1"), start(device="cuda:0"))
+"""
+    for results in reports(run_ranks(2, SETUP + program, env={"EMULATED_DEVICES": "1"})):
+        assert results[0] == ["emulated:0", 0, "mpi", "mpicomm", 2, STAGED]
+        assert results[1].startswith("ranks 0, 1 on ")
+        assert ", which FANCYCCL does not allow.\nStart one rank per GPU, or use backend='mpi'." in results[1]
+        assert "device='emulated:1' does not exist: this process sees 1 GPU.\nPass one of emulated:0" in results[2]
+        assert "device must be on cpu or emulated, got 'cuda:0'." in results[3]
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"), [(["1", "0"], [0, 0]), (["0,1", "0"], [1, 0]), (["0,1", "1,0"], [0, 0])]
+)
+def test_ranks_that_see_different_devices_have_one_each(visible: list[str], devices: list[int], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{SETUP}\nadd_library()\nreport(start())\n")
+    for (started,), device in zip(reports(run_ranks(2, [str(script), *visible])), devices, strict=True):
+        assert started[:3] == [f"emulated:{device}", device, "cpu:mpi,emulated:fancyccl"]
+
+
+def test_under_torchrun_the_local_rank_decides(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{SETUP}\nreport(start())\n")
+    command = command_line("torchrun --nproc-per-node 3")
+    for rank, (started,) in enumerate(reports(run_command([*command, str(script)]))):
+        assert started == [f"emulated:{rank % 2}", rank % 2, "gloo", "gloo", 3, None]
