@@ -242,4 +242,10 @@ MUTANTS = [
         fault="Ranks whose device 0 differs are taken for ranks that share a device.",
         tests=f"{_JOBS} -k see_different_devices",
     ),
+    Mutant(
+        "_make_group",
+        old="registration.update_device_types()",
+        fault="torch does not know that the backends support tensors on the device of an extension.",
+        tests=f"{_JOBS} -k the_backend_of_its_vendor",
+    ),
 ]
