@@ -248,4 +248,11 @@ MUTANTS = [
         fault="torch does not know that the backends support tensors on the device of an extension.",
         tests=f"{_JOBS} -k the_backend_of_its_vendor",
     ),
+    Mutant(
+        "_create_beside",
+        old="CompositeProcessGroup.takes_gpu_tensors",
+        new="True",
+        fault="init_process_group('mpicomm_nccl') enables MPI's support for GPUs beside NCCL, which can deadlock.",
+        tests="tests/launch/test_gpu_start.py -k 'without and vendor'",
+    ),
 ]
