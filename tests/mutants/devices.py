@@ -201,6 +201,13 @@ MUTANTS = [
         fault="MPI's support for GPU buffers is never disabled.",
         tests="tests/unit/test_launch_commands.py -k gpu_buffers",
     ),
+    Mutant(
+        "Vendor.uuid",
+        old="not hasattr(module, 'get_device_properties')",
+        new="False",
+        fault="bootstrap() fails with an extension of torch that does not describe its devices.",
+        tests=f"{_DEVICES} -k of_an_extensions_device",
+    ),
     # -- the start of a job ---------------------------------------------------------------------------------
     Mutant(
         "mpi_job.join",
@@ -237,7 +244,7 @@ MUTANTS = [
     ),
     Mutant(
         "Vendor.uuid",
-        old="str(getattr(properties, 'uuid', ''))",
+        old="str(getattr(module.get_device_properties(index), 'uuid', ''))",
         new="''",
         fault="Ranks whose device 0 differs are taken for ranks that share a device.",
         tests=f"{_JOBS} -k see_different_devices",
