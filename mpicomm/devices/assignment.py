@@ -18,9 +18,9 @@ from mpicomm.errors import DeviceError
 
 
 def visible_devices() -> list[str]:
-    """Return what identifies the devices that this process sees, in the order of their indices.
+    """Return the identities of the devices that this process sees, in the order of their indices.
 
-    These are their UUIDs. Devices without UUIDs of their own are identified by their entries in the variable that makes
+    Identities are UUIDs. Devices without UUIDs of their own are identified by their entries in the variable that makes
     them visible, if it is set, or by their indices: two processes of a node see the same devices in the same order.
     """
     count = accelerator.count()
@@ -32,7 +32,7 @@ def visible_devices() -> list[str]:
 
 
 def identities(count: int, variables: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return what identifies the devices without UUIDs that a process sees.
+    """Return the identities of devices without UUIDs that a process sees.
 
     Args:
         count: The number of devices.
@@ -65,7 +65,7 @@ def why_unusable(assigned: str | None) -> str | None:
 
 
 def usable_devices(device: str | torch.device | int | None) -> dict[str, int]:
-    """Return what identifies the devices that this rank may use, with their indices; none for "cpu".
+    """Return the identities of the devices that this rank may use, with their indices; none for "cpu".
 
     Args:
         device: The device that the user requested, or None.
@@ -87,7 +87,7 @@ def assign_on_nodes(usable: Sequence[Collection[str]], nodes: Sequence[int]) -> 
     """Assign a device to every rank of the job, on each node by itself.
 
     Args:
-        usable: For every rank what identifies the devices that it may use.
+        usable: For every rank the identities of the devices that it may use.
         nodes: For every rank its node.
 
     Returns:
@@ -110,7 +110,7 @@ def assign(visible: Sequence[Sequence[str]]) -> list[str | None]:
     the node's devices do not lose them to ranks that see more. Unmatched ranks share a device.
 
     Args:
-        visible: For every local rank, what identifies the devices that it sees.
+        visible: For every local rank, the identities of the devices that it sees.
 
     Returns:
         For every local rank the identity of its device, or None if it sees none.

@@ -33,8 +33,10 @@ class Vendor:
 
     def uuid(self, index: int) -> str:
         """Return the UUID of a device; empty if it has none."""
-        properties = torch.get_device_module(accelerator.device_type()).get_device_properties(index)
-        return str(getattr(properties, "uuid", ""))
+        module = torch.get_device_module(accelerator.device_type())
+        if not hasattr(module, "get_device_properties"):  # not all extensions of torch have it
+            return ""
+        return str(getattr(module.get_device_properties(index), "uuid", ""))
 
     def is_capturing(self) -> bool:
         """Return whether the current stream captures a graph instead of running its work."""

@@ -54,7 +54,7 @@ class _Facts:
     """The arguments of `bootstrap`, and the variables, that must be the same on every rank."""
 
     devices: dict[str, int]
-    """What identifies the devices that this rank may use, with their indices."""
+    """The identities of the devices that this rank may use, with their indices."""
 
     vendor: str
     """The backend of the vendor's library that this torch has, such as `cuda:nccl`; empty without one."""

@@ -140,10 +140,10 @@ def _export(opened: Session) -> None:
 def _make_group(opened: Session) -> None:
     registration.register()
     world, hook = opened.world, sys.excepthook
-    if world.backend is None:
-        return
-    name = _name_in_torch(world.backend)
+    name = None if world.backend is None else _name_in_torch(world.backend)
     registration.update_device_types()
+    if name is None:
+        return
     torch_internals.restart_group_names()
     with torch_compatibility.blame_untested_torch():
         dist.init_process_group(

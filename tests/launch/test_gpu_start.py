@@ -66,6 +66,13 @@ WITHOUT = """
 torch.distributed.init_process_group("mpicomm", store=torch.distributed.HashStore(), rank=0, world_size=1)
 report()
 """
+WITHOUT_BESIDE_NCCL = """
+try:
+    torch.distributed.init_process_group("mpicomm_nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+except RuntimeError as error:
+    assert "built without NCCL" in str(error), error
+report()
+"""
 ENABLED = {"Open MPI": {}, "MPICH": {"MPIR_CVAR_ENABLE_GPU": "1"}}
 DISABLED = {"Open MPI": {"OMPI_MCA_accelerator": "null"}, "MPICH": {"MPIR_CVAR_ENABLE_GPU": "0"}}
 TWO_DEVICES = {"EMULATED_DEVICES": "2"}
@@ -90,10 +97,11 @@ def start(program: str, **variables: str) -> dict[str, Any]:
         (with_bootstrap("'cpu:mpi,cuda:nccl', device=0"), {}, DISABLED),
         (with_bootstrap(), {"MPICOMM_GPU_AWARE": "0"}, DISABLED),
         (WITHOUT, {}, ENABLED),
+        (WITHOUT_BESIDE_NCCL, {}, DISABLED),
         pytest.param(with_bootstrap("device=1"), TWO_DEVICES, ENABLED, marks=EMULATED),
         pytest.param(WITHOUT, TWO_DEVICES, ENABLED, marks=EMULATED),
     ],
-    ids=["auto", "vendor", "staged", "without bootstrap", "emulated", "emulated, without bootstrap"],
+    ids=["auto", "vendor", "staged", "without", "without, vendor", "emulated", "emulated, without"],
 )
 def test_mpi_starts_before_the_driver_and_as_the_backend_needs_it(
     program: str, variables: dict[str, str], expected: dict[str, dict[str, str]]

@@ -201,6 +201,13 @@ MUTANTS = [
         fault="MPI's support for GPU buffers is never disabled.",
         tests="tests/unit/test_launch_commands.py -k gpu_buffers",
     ),
+    Mutant(
+        "Vendor.uuid",
+        old="not hasattr(module, 'get_device_properties')",
+        new="False",
+        fault="bootstrap() fails with an extension of torch that does not describe its devices.",
+        tests=f"{_DEVICES} -k of_an_extensions_device",
+    ),
     # -- the start of a job ---------------------------------------------------------------------------------
     Mutant(
         "mpi_job.join",
@@ -237,9 +244,22 @@ MUTANTS = [
     ),
     Mutant(
         "Vendor.uuid",
-        old="str(getattr(properties, 'uuid', ''))",
+        old="str(getattr(module.get_device_properties(index), 'uuid', ''))",
         new="''",
         fault="Ranks whose device 0 differs are taken for ranks that share a device.",
         tests=f"{_JOBS} -k see_different_devices",
+    ),
+    Mutant(
+        "_make_group",
+        old="registration.update_device_types()",
+        fault="torch does not know that the backends support tensors on the device of an extension.",
+        tests=f"{_JOBS} -k the_backend_of_its_vendor",
+    ),
+    Mutant(
+        "_create_beside",
+        old="CompositeProcessGroup.takes_gpu_tensors",
+        new="True",
+        fault="init_process_group('mpicomm_nccl') enables MPI's support for GPUs beside NCCL, which can deadlock.",
+        tests="tests/launch/test_gpu_start.py -k 'without and vendor'",
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
+import types
 
 import pytest
 import torch
@@ -118,6 +119,26 @@ def test_devices_without_uuids_of_their_own_are_numbered(
 )
 def test_the_identities_of_devices_without_uuids(environ: dict[str, str], identities: list[str]) -> None:
     assert assignment.identities(2, ("A", "B"), environ) == identities
+
+
+@pytest.mark.parametrize(
+    ("module", "uuid"),
+    [
+        (types.SimpleNamespace(), ""),
+        (types.SimpleNamespace(get_device_properties=lambda _index: types.SimpleNamespace(name="x")), ""),
+        (
+            types.SimpleNamespace(get_device_properties=lambda index: types.SimpleNamespace(uuid=f"GPU-{index}")),
+            "GPU-1",
+        ),
+    ],
+)
+def test_the_uuid_of_an_extensions_device(
+    module: types.SimpleNamespace, uuid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "device_type", lambda: "npu")
+    monkeypatch.setattr(torch, "get_device_module", {"npu": module}.get)
+    assert vendors.Vendor().uuid(1) == uuid
+    assert accelerator.device_name("npu") == ""
 
 
 def test_ranks_whose_visible_devices_differ_have_a_device_each() -> None:
