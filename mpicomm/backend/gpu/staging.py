@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 
 from mpicomm.backend import checks
-from mpicomm.backend.gpu import thread_device
 from mpicomm.backend.gpu.transport import Call, Make, Transport, Use
 from mpicomm.backend.transfer import buffers
 from mpicomm.backend.transfer.buffers import Tensors
+from mpicomm.devices import accelerator, vendors
 
 _DEPTH = 3  # chunks in flight: one is copied from the device, one is in MPI, one is copied back
 
@@ -56,37 +56,38 @@ class Mover:
         return torch.empty(count, dtype=dtype, device="cpu")
 
 
-class CudaMover(Mover):
-    """Copies from and to one GPU through pinned memory, which torch pools."""
+class DeviceMover(Mover):
+    """Copies from and to one device through pinned memory, which torch pools."""
 
     is_host = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._fetching, self._putting = thread_device.own_stream(device), thread_device.own_stream(device)
+        own_stream = vendors.vendor().own_stream
+        self._fetching, self._putting = own_stream(device), own_stream(device)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> torch.Event:
         """Return the current point of the current stream."""
-        return torch.cuda.current_stream(self._device).record_event()
+        return accelerator.record_event(accelerator.current_stream(self._device))
 
-    def follow(self, mark: torch.cuda.Event) -> None:
+    def follow(self, mark: torch.Event) -> None:
         """Order all further copies after a mark."""
-        self._fetching.wait_event(mark)
-        self._putting.wait_event(mark)
+        mark.wait(self._fetching)
+        mark.wait(self._putting)
 
     def copy_to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Start copying (destination, source) pairs from the GPU."""
+        """Start copying (destination, source) pairs from the device."""
         return self._copy(pairs, self._fetching)
 
     def copy_to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Start copying (destination, source) pairs to the GPU."""
+        """Start copying (destination, source) pairs to the device."""
         return self._copy(pairs, self._putting)
 
-    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream) -> DeviceEvent:
-        with torch.cuda.stream(stream):
+    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: torch.Stream) -> DeviceEvent:
+        with accelerator.on_stream(stream):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-        return stream.record_event()
+        return accelerator.record_event(stream)
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return pinned memory; torch reuses memory released during a copy only after the copy has completed."""
@@ -105,7 +106,7 @@ _DONE = _Done()
 
 def make_mover(device: torch.device) -> Mover:
     """Return the mover between a device and the host."""
-    return Mover() if device.type == "cpu" else CudaMover(device)
+    return Mover() if device.type == "cpu" else DeviceMover(device)
 
 
 class StagingTransport(Transport):

@@ -12,6 +12,7 @@ import torch
 from mpicomm.backend import checks
 from mpicomm.backend.transfer import buffers
 from mpicomm.backend.transfer.buffers import Tensors
+from mpicomm.devices import accelerator
 
 Call = Callable[[], None]
 Make = Callable[..., Call]
@@ -72,19 +73,19 @@ class GPUDirect(Transport):
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, num_blocks: int | None = 1) -> Call:
         """Return a call that waits for the work queued so far on the caller's current streams, then runs."""
         call = super().prepare(make, tensors, uses, num_blocks=num_blocks)
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        devices = accelerator.devices_of(tensors)
         if not devices:
             return call
         for tensor in tensors:
             checks.require_no_graph_capture(tensor)
-        marks = [torch.cuda.current_stream(device).record_event() for device in devices]
+        marks = [accelerator.record_event(accelerator.current_stream(device)) for device in devices]
 
         def when_ready() -> None:
             for mark in marks:
                 mark.synchronize()
             call()
             for device in devices:
-                torch.cuda.current_stream(device).synchronize()
+                accelerator.current_stream(device).synchronize()
 
         return when_ready
 

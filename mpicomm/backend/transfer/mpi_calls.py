@@ -275,7 +275,7 @@ def _messages(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[in
 
 def spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
     """Return mpi4py's buffer specification of a dense tensor; the tensor must outlive its use."""
-    if dense.is_cuda:
+    if not dense.is_cpu:
         buffers.synchronize_stream(dense)
     memory = _api().memory.fromaddress(dense.data_ptr(), dense.nbytes)
     return memory, dense.numel(), dtypes.carrier(dense.dtype) if datatype is None else datatype
