@@ -57,4 +57,11 @@ MUTANTS = [
         fault="An AMD GPU counts as one of NVIDIA, and the process loads CUDA's driver.",
         tests="tests/unit/test_gpus.py -k vendor_of",
     ),
+    Mutant(
+        "_bytes_of",
+        old="dense.as_strided((dense.numel(),), (1,))",
+        new="dense.view(-1)",
+        fault="A column of a matrix of one row cannot be sent.",
+        tests="tests/unit/test_pytree.py -k one_row",
+    ),
 ]
