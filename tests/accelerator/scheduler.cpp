@@ -111,11 +111,15 @@ bool Scheduler::is_done(const CompletionPtr& completion) {
 // Lets the device run some operations while this thread waits.
 void Scheduler::progress(std::unique_lock<std::mutex>& lock, size_t steps) {
   lock.unlock();
-  WithoutGil without_gil;
+  {
+    WithoutGil without_gil;
+    lock.lock();
+    steps_ += steps;
+    work_.notify_all();
+    progress_.wait(lock, [&] { return steps_ == 0 || stopped_; });
+    lock.unlock();  // before the GIL: a thread that has it may wait for the lock
+  }
   lock.lock();
-  steps_ += steps;
-  work_.notify_all();
-  progress_.wait(lock, [&] { return steps_ == 0 || stopped_; });
 }
 
 std::string Scheduler::take_error(int device) {
