@@ -189,7 +189,7 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "vendors.vendor",
+        "vendors._vendor_of",
         old="ROCm() if torch.version.hip else CUDA()",
         new="CUDA()",
         fault="An AMD GPU counts as one of NVIDIA, and the process loads CUDA's driver.",
