@@ -55,6 +55,7 @@ torch_compatibility.require(
     "futures.Future._set_unwrap_func",
     "distributed.ReduceOp.RedOpType",
     "_C._distributed_c10d._unregister_process_group",
+    "distributed.distributed_c10d._abort_process_group",
     "distributed.distributed_c10d._check_p2p_op_list",
     "distributed.distributed_c10d._coalescing_manager",
     "distributed.distributed_c10d._check_valid_timeout",
@@ -607,6 +608,10 @@ def share_backend(source: dist.ProcessGroup, target: dist.ProcessGroup, device: 
     backend = source._get_backend(device)
     kind = dist.Backend.backend_type_map.get(backend.name(), dist.ProcessGroup.BackendType.CUSTOM)
     target._register_backend(device, kind, backend)
+
+
+abort_groups: Callable[[], None] = dist.distributed_c10d._abort_process_group
+"""Abort and forget all groups without waiting for other ranks; aborts of several NCCL communicators are one call."""
 
 
 def restart_group_names() -> None:

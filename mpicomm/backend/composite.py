@@ -108,11 +108,8 @@ class CompositeProcessGroup(MPIProcessGroup):
         super().abort()
 
     def shutdown(self) -> None:
-        """Shut down torch's group, then this one (collective, unless the group's world has ended)."""
-        if self._executor.record.has_ended:
-            self._inner.abort()
-        else:
-            self._inner.shutdown()
+        """Shut down torch's group, then this one (collective)."""
+        self._inner.shutdown()
         self._end_records()
         super().shutdown()
 

@@ -772,4 +772,11 @@ _divide(dense, self.divisor)
         tests="tests/gpu/test_vendor.py -k test_a_group_is_split",
         ranks=2,
     ),
+    Mutant(
+        "Session.close",
+        old="if recovers:\n    torch_internals.abort_groups()\nelse:\n    dist.destroy_process_group()",
+        new="dist.destroy_process_group()",
+        fault="recover() waits for failed ranks in the shutdown of the vendor's communicators.",
+        tests="tests/recovery/test_recovery.py -k test_a_vendors_communicators",
+    ),
 ]
