@@ -54,13 +54,20 @@ torch_compatibility.require(
     "autograd.graph._engine_run_backward",
     "futures.Future._set_unwrap_func",
     "distributed.ReduceOp.RedOpType",
+    "_C._distributed_c10d._unregister_process_group",
+    "distributed.distributed_c10d._abort_process_group",
     "distributed.distributed_c10d._check_p2p_op_list",
     "distributed.distributed_c10d._coalescing_manager",
     "distributed.distributed_c10d._check_valid_timeout",
+    "distributed.distributed_c10d._new_process_group_helper",
     "distributed.distributed_c10d._process_group_name",
     "distributed.distributed_c10d._set_pg_timeout",
     "distributed.distributed_c10d._world.group_count",
+    "distributed.distributed_c10d._world.pg_backend_config",
     "distributed.distributed_c10d._world.pg_map",
+    "distributed.distributed_c10d._world.pg_names",
+    "distributed.distributed_c10d._world.pg_to_tag",
+    "distributed.distributed_c10d._world.tags_to_pg",
     "distributed.ProcessGroup.boxed",
     "distributed.ProcessGroup.unbox",
     "distributed.Work.boxed",
@@ -312,7 +319,9 @@ def register_backend(group: dist.ProcessGroup, run: _Run) -> Backend | None:
     """
     if not KERNELS_CALL_BACKENDS:
         return None
-    kind = dist.ProcessGroup.BackendType.CUSTOM
+    # Not CUSTOM, the type of every backend that is not torch's own: a group has one backend of a type, and would call
+    # this one for the tensors of such a vendor's backend.
+    kind = dist.ProcessGroup.BackendType.MPI
     backend = _RegisteredBackend(group, run)
     for device in filter(None, ("cpu", accelerator.device_type())):
         group._register_backend(torch.device(device), kind, backend)
@@ -465,8 +474,8 @@ def takes_host_tensors(group: dist.ProcessGroup) -> bool:
 
 
 def name_in_this_torch(name: str) -> str:
-    """Return the name that this torch's own groups and backends have for a method that torch 2.13 renamed."""
-    return name if hasattr(Backend, name) else RENAMED.get(name, name)
+    """Return the name that this torch's own groups have for a method that torch 2.13 renamed."""
+    return name if hasattr(dist.ProcessGroup, name) else RENAMED.get(name, name)
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
@@ -486,7 +495,7 @@ def hide_from_compiler(kind: type) -> None:
 
 
 def coalesce_batches_of(kind: type[dist.ProcessGroup]) -> None:
-    """Make `batch_isend_irecv` start and end a batch on the inner backend of groups of a class.
+    """Make `batch_isend_irecv` coalesce the messages of groups of a class if the vendor's backend supports it.
 
     Before torch 2.15 it does so only for groups whose type is `ProcessGroup` itself. For other groups, NCCL receives
     the messages one by one, and two ranks that send large messages to each other deadlock. A program that imports the
@@ -502,27 +511,20 @@ def coalesce_batches_of(kind: type[dist.ProcessGroup]) -> None:
         if not isinstance(group, kind):
             return torchs(p2p_op_list)
         dist.distributed_c10d._check_p2p_op_list(p2p_op_list)
-        inner = [message for message in p2p_op_list if _is_coalesced(group, message)]
-        others = [message for message in p2p_op_list if not _is_coalesced(group, message)]
-        return [*_coalesced(group, inner), *(torchs(others) if others else [])]
+        device = next((message.tensor.device for message in p2p_op_list if _is_coalesced(group, message)), None)
+        if device is None:
+            return torchs(p2p_op_list)
+        with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as joint:
+            for message in p2p_op_list:
+                peer = {"group_dst" if message.op is dist.isend else "group_src": message.group_peer}
+                message.op(message.tensor, group=message.group, tag=message.tag, **peer)
+        return joint.works
 
     dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batch_isend_irecv
 
 
 def _is_coalesced(group: dist.ProcessGroup, message: dist.P2POp) -> bool:
     return getattr(group._get_backend(message.tensor.device), "supports_coalescing", False)
-
-
-def _coalesced(group: dist.ProcessGroup, messages: Sequence[dist.P2POp]) -> list[dist.Work]:
-    """Start messages as one operation of the inner backend; return its works."""
-    if not messages:
-        return []
-    device = messages[0].tensor.device
-    with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as joint:
-        for message in messages:
-            peer = {"group_dst" if message.op is dist.isend else "group_src": message.group_peer}
-            message.op(message.tensor, group=message.group, tag=message.tag, **peer)
-    return joint.works
 
 
 def set_timeouts_of(kind: type[dist.ProcessGroup]) -> None:
@@ -555,25 +557,20 @@ def with_extra_timeout(timeout: datetime.timedelta) -> datetime.timedelta:
     return timeout + _NCCL_EXTRA_SECONDS
 
 
-def make_vendor_backend(
-    backend: str,
-    name: str,
-    store: dist.Store,
-    rank: int,
-    ranks: Sequence[int],
-    timeout: datetime.timedelta,
-    options: Any,
-) -> Any:
-    """Create the backend of a group over a vendor's library, one of torch's own or of an extension of torch.
+def make_inner_group(
+    backend: str, request: Any, rank: int, size: int, timeout: datetime.timedelta, backend_options: Any
+) -> dist.ProcessGroup:
+    """Create torch's own process group of a vendor's backend, by the function with which torch creates all groups.
+
+    torch does not list it among its groups: it would shut it down itself, before the group that contains it.
 
     Args:
-        backend: torch's name of it, such as `nccl`.
-        name: The name of the group.
-        store: The store of the group.
+        backend: The name under which torch knows the vendor's backend, such as `nccl`.
+        request: torch's description of the group that contains it, and has the same name.
         rank: The rank of this process in the group.
-        ranks: The members' ranks in the job.
+        size: The number of ranks in the group.
         timeout: Timeout of an operation.
-        options: The user's options, such as `ProcessGroupNCCL.Options`, or None.
+        backend_options: The user's options of the vendor's backend, or None.
 
     Raises:
         RuntimeError: If this torch does not have the backend.
@@ -583,18 +580,33 @@ def make_vendor_backend(
         raise RuntimeError(
             f"this torch was built without {title}.\nUse backend='mpi', or install a build of torch with {title}."
         )
-    longer = with_extra_timeout(timeout)
-    if (plugin := dist.Backend._plugins.get(backend.upper())) is None:
-        kind = getattr(dist, f"ProcessGroup{backend.upper()}")
-        options = options or kind.Options()
-        options._timeout, options.global_ranks_in_group, options.group_name = longer, list(ranks), name
-        return kind(store, rank, len(ranks), options)
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, len(ranks), longer)
-    described = dist.distributed_c10d._DistributedBackendOptions()
-    described.store, described.group_rank, described.group_size = store, rank, len(ranks)
-    described.timeout, described.group_id, described.global_ranks_in_group = longer, name, list(ranks)
-    return plugin.creator_fn(described, options)
+    module, name, ranks = dist.distributed_c10d, request.group_id, list(request.global_ranks_in_group)
+    group, _ = module._new_process_group_helper(
+        size, rank, ranks, backend, request.store, name, backend_options=backend_options, timeout=timeout
+    )
+    world = module._world
+    for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
+        del table[group]
+    for groups in world.tags_to_pg.values():
+        groups[:] = [listed for listed in groups if listed is not group]
+    torch._C._distributed_c10d._unregister_process_group(name)
+    return group
+
+
+def detach_recorder(group: dist.ProcessGroup) -> None:
+    """Detach torch's flight recorder, which torch attaches to every group from 2.15 on."""
+    getattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks", {}).pop(group, None)
+
+
+def share_backend(source: dist.ProcessGroup, target: dist.ProcessGroup, device: torch.device) -> None:
+    """Register a group's backend for a device with another group, too."""
+    backend = source._get_backend(device)
+    kind = dist.Backend.backend_type_map.get(backend.name(), dist.ProcessGroup.BackendType.CUSTOM)
+    target._register_backend(device, kind, backend)
+
+
+abort_groups: Callable[[], None] = dist.distributed_c10d._abort_process_group
+"""Abort and forget all groups without waiting for other ranks; aborts of several NCCL communicators are one call."""
 
 
 def restart_group_names() -> None:

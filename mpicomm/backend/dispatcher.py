@@ -121,8 +121,9 @@ def as_lists(lists: Sequence[Any]) -> Sequence[Any]:
 def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
     """Return the first tensor in the values and their nested lists, or None."""
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, (list, tuple)):  # first: quicker to check than for a tensor
+            if (tensor := first_tensor(value)) is not None:
+                return tensor
+        elif isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, list | tuple) and (tensor := first_tensor(value)) is not None:
-            return tensor
     return None

@@ -142,30 +142,31 @@ class MPIProcessGroup(dist.ProcessGroup):
         self,
         ranks: Sequence[int],
         timeout: datetime.timedelta | None = None,
-        opts: Any = None,  # noqa: ARG002  for other backends
+        opts: Any = None,
         group_name: str | None = None,
         group_desc: str | None = None,
         device_types: Any = None,  # noqa: ARG002  one backend serves all
     ) -> MPIProcessGroup | None:
-        """Create a group of some ranks of this group (collective over these ranks only).
+        """Create a group of some ranks of this group (collective over these ranks; with NCCL, over all ranks).
 
         Args:
             ranks: Ranks of this group, in their order in the new group.
             timeout: Timeout of the new group's operations; None for this group's.
+            opts: Options of the vendor's backend, if this group has one.
 
         Returns:
             The new group; None on ranks that are not in `ranks`.
         """
         members = [checks.require_rank(rank, self._size, "split_group", "ranks") for rank in dict.fromkeys(ranks)]
+        seconds = self._executor.record.timeout if timeout is None else timeout.total_seconds()
+        name = group_name or self._name_of_part(members)
+        inner = self._split_inner(members, name, seconds, opts)
         if self._rank not in members:
             return None
-        seconds = self._executor.record.timeout if timeout is None else timeout.total_seconds()
         of_job = [self._executor.record.ranks[rank] for rank in members]
-        name = group_name or self._name_of_part(members)
         store = dist.PrefixStore(f"{name}/", self._store)
-        group = self._make_part(
-            groups.make(name, of_job, seconds, takes_gpu_tensors=self.takes_gpu_tensors), name, store
-        )
+        executor = groups.make(name, of_job, seconds, takes_gpu_tensors=self.takes_gpu_tensors)
+        group = self._make_part(executor, name, store, inner)
         group.setGroupDesc(group_desc or f"{self._description}:split")
         return group
 
@@ -176,7 +177,16 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._parts[tuple(members)] += 1
         return f"{self._name}:split:{'-'.join(map(str, members))}:{self._parts[tuple(members)]}"
 
-    def _make_part(self, executor: Executor, name: str, store: dist.Store) -> MPIProcessGroup:
+    def _split_inner(self, members: list[int], name: str, seconds: float, opts: Any) -> dist.ProcessGroup | None:
+        """Split the group that this one contains, if any (collective over all ranks of this group)."""
+
+    def _make_part(
+        self,
+        executor: Executor,
+        name: str,
+        store: dist.Store,
+        inner: dist.ProcessGroup | None,  # noqa: ARG002  of subclasses
+    ) -> MPIProcessGroup:
         return MPIProcessGroup(executor, name, self._backend_name, store)
 
     # -- coalescing ----------------------------------------------------------------------------------------------

@@ -165,10 +165,9 @@ def _create_beside(
 ) -> CompositeProcessGroup:
     """Create a process group over MPI that passes GPU tensors to the vendor's library (collective over its ranks)."""
     from mpicomm.backend import groups
-    from mpicomm.backend.composite import CompositeProcessGroup, vendor_maker
+    from mpicomm.backend.composite import CompositeProcessGroup
 
     with torch_compatibility.blame_untested_torch():
         executor = groups.make_for_torch(options, takes_gpu_tensors=CompositeProcessGroup.takes_gpu_tensors)
         update_device_types()
-        make_inner = vendor_maker(backend, backend_options)
-        return CompositeProcessGroup(executor, options.group_id, name, options.store, device_type, make_inner)
+        return CompositeProcessGroup.create(executor, options, name, device_type, backend, backend_options)

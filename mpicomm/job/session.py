@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mpicomm import mpi
+from mpicomm import mpi, torch_internals
 from mpicomm.errors import MpicommError
 from mpicomm.job.plan import JoinedJob
 from mpicomm.job.start_request import StartRequest
@@ -128,7 +128,10 @@ class Session:
                 raise the error of this world's failed ranks.
         """
         if dist.is_initialized():
-            dist.destroy_process_group()
+            if recovers:
+                torch_internals.abort_groups()
+            else:
+                dist.destroy_process_group()
         for name, before in self.environ.items():
             if before is None:
                 os.environ.pop(name, None)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,28 +23,32 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
 
 
-def library() -> Path:
+def library(sources: Sequence[Path] = SOURCES, name: str = "torch") -> Path:
     """Return the path of the library, which the first of several processes compiles.
 
     The cache is in the folder of the environment, or in $EMULATED_CACHE.
 
+    Args:
+        sources: The C++ files, and the headers on which they depend.
+        name: The start of the library's name.
+
     Raises:
         RuntimeError: There is no compiler, or it failed.
     """
-    key = hashlib.sha256("\0".join([torch.__version__, *(path.read_text() for path in SOURCES)]).encode()).hexdigest()
+    key = hashlib.sha256("\0".join([torch.__version__, *(path.read_text() for path in sources)]).encode()).hexdigest()
     folder = Path(os.environ.get("EMULATED_CACHE", Path(sys.prefix) / "emulated-device"))
-    path = folder / f"torch-{torch.__version__}-{key[:16]}.so"
+    path = folder / f"{name}-{torch.__version__}-{key[:16]}.so"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            _compile(path)
+            _compile(path, sources)
     return path
 
 
-def _compile(path: Path) -> None:
+def _compile(path: Path, sources: Sequence[Path]) -> None:
     cxx = compiler()
     if cxx is None:
         raise RuntimeError("there is no C++ compiler\nInstall g++, or set CXX.")
@@ -60,8 +65,8 @@ def _compile(path: Path) -> None:
         ),
         *(f"-isystem{torch_folder / 'include'}", f"-isystem{torch_folder / 'include/torch/csrc/api/include'}"),
         f"-isystem{sysconfig.get_paths()['include']}",
-        *(str(source) for source in SOURCES if source.suffix == ".cpp"),
-        *(f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(unfinished)),
+        *(str(source) for source in sources if source.suffix == ".cpp"),
+        *(f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch_python", "-o", str(unfinished)),
     ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode != 0:

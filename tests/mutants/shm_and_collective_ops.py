@@ -217,15 +217,15 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "_delegate.method",
+        "CompositeProcessGroup._run_inside",
         old="self._executor.batch.add(work)",
         fault="The work of a batch does not wait for the operations of the inner backend.",
         tests="tests/mpi/test_composite.py -k test_a_batch_of_calls_inside",
         ranks=4,
     ),
     Mutant(
-        "_delegate.method",
-        old="[*args, *kwargs.values()]",
+        "_select_by_device.method",
+        old="(*args, *kwargs.values()) if kwargs else args",
         new="args",
         fault="A GPU tensor passed as a keyword argument is sent by MPI.",
         tests="tests/mpi/test_composite.py -k test_tensors_are_sent_by_the_backend_of_their_device",

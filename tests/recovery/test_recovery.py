@@ -8,7 +8,8 @@ import pytest
 
 from mpicomm import mpi
 from mpicomm.job.recovery import next_ranks
-from tests.launching import Outcome, run_command, run_ranks
+from tests import accelerator
+from tests.launching import ROOT, Outcome, run_command, run_ranks
 
 RUN = [sys.executable, "-m", "mpicomm", "run"]
 
@@ -69,6 +70,30 @@ agreement.failures = die_on_rank_1  # which the start of the watchdogs calls
 world = mpicomm.bootstrap(on_failure="recover")
 mpicomm.barrier()
 print(f"rank {world.rank} of {world.size} has started, {world.recoveries} recovery")
+"""
+
+# Rank 1 dies while the vendor's backend of the others waits for it.
+VENDOR = f"""
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from tests import accelerator
+from tests.accelerator import recording
+
+os.environ["EMULATED_DEVICES"] = "3"
+accelerator.register()
+recording.register(accelerator.NAME)
+world = mpicomm.bootstrap("cpu:mpi,emulated:recording", on_failure="recover")
+part = dist.new_group()
+if world.rank == 1:
+    die()
+tensor = torch.ones(4, device=world.device)
+dist.all_reduce(tensor, group=part, async_op=True)
+world = recovered(world)
+calls = [{{call.method for call in backend.calls}} for backend in recording.backends]
+assert [methods & {{"abort", "shutdown"}} for methods in calls] == [{{"abort"}}, {{"abort"}}, set()], calls
+tensor = torch.ones(4, device=world.device)
+dist.all_reduce(tensor)
+print(tensor.tolist(), flush=True)
 """
 
 # Rank 2 dies at the end of a call of the trainer, which rank 0 notices and rank 1, whose call is complete, does not.
@@ -323,6 +348,13 @@ def test_a_rank_that_dies_at_the_end_does_not_fail_the_job() -> None:
     outcome = run(3, AT_THE_END)
     assert outcome.status == 0, outcome
     assert sorted(outcome.stdout.split("\n"))[-2:] == ["rank 1 has finished", "rank 2 has finished"]
+
+
+@pytest.mark.skipif(bool(accelerator.reason_to_skip()), reason=accelerator.reason_to_skip())
+def test_a_vendors_communicators_are_aborted_and_made_anew() -> None:
+    outcome = run(3, VENDOR)
+    assert outcome.status == 0, outcome
+    assert outcome.stdout.count("[2.0, 2.0, 2.0, 2.0]") == 2, outcome
 
 
 def test_a_rank_that_dies_during_the_start_is_replaced_and_the_other_spare_waits() -> None:
