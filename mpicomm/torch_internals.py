@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 
 from mpicomm import host_info, torch_compatibility
+from mpicomm.devices import accelerator, vendors
 
 __all__ = [  # of torch
     "AllToAllOptions",
@@ -150,12 +151,7 @@ def end_event(event: Any) -> None:
 
 def future_of(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
     """Return a future that may hold these tensors; torch requires the list of their GPUs."""
-    return torch.futures.Future(devices=gpus_of(tensors))
-
-
-def gpus_of(tensors: Sequence[torch.Tensor]) -> list[int | str | torch.device]:
-    """Return the GPUs that hold these tensors, without duplicates."""
-    return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
+    return torch.futures.Future(devices=[*accelerator.devices_of(tensors)])
 
 
 def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
@@ -318,7 +314,7 @@ def register_backend(group: dist.ProcessGroup, run: _Run) -> Backend | None:
         return None
     kind = dist.ProcessGroup.BackendType.CUSTOM
     backend = _RegisteredBackend(group, run)
-    for device in ("cpu", "cuda"):
+    for device in filter(None, ("cpu", accelerator.device_type())):
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
     return backend
@@ -474,8 +470,8 @@ def name_in_this_torch(name: str) -> str:
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
-    """Return whether the current stream captures a CUDA graph instead of running its work."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Return whether the current stream of the tensor's GPU captures a graph instead of running its work."""
+    return not tensor.is_cpu and vendors.vendor().is_capturing()
 
 
 def hide_from_compiler(kind: type) -> None:

@@ -29,7 +29,17 @@ SET_BY_OTHERS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",
 }
 ENDING_SECONDS = 3.0  # scaled
-WITHOUT_RANKS = ("cluster", "conformance", "docs", "examples", "integrations", "launch", "recovery", "unit")
+WITHOUT_RANKS = (
+    "accelerator",
+    "cluster",
+    "conformance",
+    "docs",
+    "examples",
+    "integrations",
+    "launch",
+    "recovery",
+    "unit",
+)
 """Folders whose tests run in one process; some of them start jobs."""
 
 

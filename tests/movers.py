@@ -14,8 +14,8 @@ import torch
 
 from mpicomm import agreement
 from mpicomm.backend.fast_path import FastPath
-from mpicomm.backend.gpu.staging import DeviceEvent, Mover, StagingTransport
-from mpicomm.backend.gpu.transport import Use
+from mpicomm.backend.gpu.staging import Mover, StagingTransport
+from mpicomm.backend.gpu.transport import DeviceEvent, Use
 
 Copy = Callable[[], None]
 
@@ -53,20 +53,23 @@ class Stream:
 
     def __init__(self, is_late: Callable[[], bool]) -> None:
         self._is_late = is_late
+        self._lock = threading.RLock()  # messages start and end on several threads
         self._waiting: collections.deque[tuple[int, Copy]] = collections.deque()
         self._count = 0
 
     def start(self, copy: Copy) -> DeviceEvent:
-        self._count += 1
-        self._waiting.append((self._count, copy))
-        event = _End(self, self._count)
-        if not self._is_late():
-            event.synchronize()
-        return event
+        with self._lock:
+            self._count += 1
+            self._waiting.append((self._count, copy))
+            event = _End(self, self._count)
+            if not self._is_late():
+                event.synchronize()
+            return event
 
     def run_to(self, number: int) -> None:
-        while self._waiting and self._waiting[0][0] <= number:
-            self._waiting.popleft()[1]()
+        with self._lock:
+            while self._waiting and self._waiting[0][0] <= number:
+                self._waiting.popleft()[1]()
 
     @property
     def is_empty(self) -> bool:
@@ -76,6 +79,14 @@ class Stream:
 class _End:
     def __init__(self, stream: Stream, number: int) -> None:
         self._stream, self._number = stream, number
+        self._num_queries = 0
+
+    def query(self) -> bool:
+        """Return False at first, although nobody waits for the device; then the device has reached it."""
+        self._num_queries += 1
+        if self._num_queries > 2:
+            self.synchronize()
+        return self._num_queries > 2
 
     def synchronize(self) -> None:
         self._stream.run_to(self._number)

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from mpicomm import torch_internals
 from mpicomm.backend.transfer import buffers, dtypes, mpi_calls
+from mpicomm.devices import accelerator, vendors
 from mpicomm.errors import MpicommError
 
 T = TypeVar("T")
@@ -54,7 +56,7 @@ def require_single(values: Sequence[T], operation: str) -> T:
 
 
 def require_tensor(value: Any, operation: str) -> torch.Tensor:
-    """Return `value` if it is a tensor that can be sent: dense, not quantized, on cpu or cuda, with storage."""
+    """Return `value` if it is a tensor that can be sent: dense, not quantized, on the CPU or a GPU, with storage."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{operation}: expected a tensor, got {type(value).__name__}.\nPass a torch.Tensor.")
     value = torch_internals.wait_if_pending(value)
@@ -86,20 +88,22 @@ def require_storage(value: torch.Tensor, operation: str) -> torch.Tensor:
 
 def require_known_device(value: torch.Tensor, operation: str) -> torch.Tensor:
     """Return a tensor if this backend supports its device."""
-    if not (value.is_cpu or value.is_cuda):
+    if not value.is_cpu and value.device.type != accelerator.device_type():
         raise ValueError(
-            f"{operation}: expected a tensor on cpu or cuda, got one on {value.device}.\n"
+            f"{operation}: expected a tensor on the CPU or a GPU, got one on {value.device}.\n"
             f"Move it with tensor.cpu() first."
         )
     return value
 
 
 def require_no_graph_capture(value: torch.Tensor) -> None:
-    """Check that no CUDA graph capture is in progress on the tensor's stream."""
+    """Check that no capture of a graph, such as a CUDA graph, is in progress on the tensor's stream."""
     if torch_internals.is_capturing(value):
+        graph, kind = f"{vendors.vendor().name} graph", value.device.type
+        backend = dist.get_default_backend_for_device(kind)
         raise MpicommError(
-            "a CUDA graph is being captured, but MPI operations cannot be part of a CUDA graph.\n"
-            "Call the operation outside the capture, or use NCCL (backend='cpu:mpi,cuda:nccl')."
+            f"a {graph} is being captured, but MPI operations cannot be part of a {graph}.\n"
+            f"Call the operation outside the capture, or use {backend.upper()} (backend='cpu:mpi,{kind}:{backend}')."
         )
 
 

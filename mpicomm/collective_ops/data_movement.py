@@ -213,7 +213,7 @@ def all_to_all(members: GroupArgument, items: Sequence[Data] | Exception, mode: 
     received: dict[str, list[torch.Tensor]] = {}
     works = []
     for device in devices:
-        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        nothing = torch.empty(0, dtype=torch.uint8, device=wire_format.device_of(device))
         sizes = [wire_format.nbytes(description).get(device, 0) for description in described]
         sent = [buffers.get(device, nothing) for buffers in packed]
         work, received[device] = _start_all_to_all(sent, sizes, members, is_async=mode.last)

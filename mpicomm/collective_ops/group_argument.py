@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mpicomm import arguments, mpi, torch_internals
 from mpicomm.arguments import Expected
 from mpicomm.backend.process_group import MPIProcessGroup
+from mpicomm.devices import accelerator
 from mpicomm.job import session
 
 NODE, LEADERS = "node", "leaders"
@@ -171,5 +172,5 @@ def _describe(handle: Any) -> GroupArgument:
         dist.get_world_size(handle),
         tuple(dist.get_process_group_ranks(handle)),
         is_ours,
-        torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device()),
+        torch.device("cpu") if on_host else accelerator.current_device(),
     )

@@ -20,8 +20,9 @@ import torch
 from mpicomm import arguments, mpi, torch_internals
 from mpicomm.arguments import FLAG, Deadline, Timeout, in_seconds
 from mpicomm.backend.execution.future_callbacks import all_of
-from mpicomm.collective_ops import autograd
+from mpicomm.collective_ops import autograd, pytree
 from mpicomm.collective_ops.group_argument import GroupArgument
+from mpicomm.devices import accelerator
 from mpicomm.recorder import flight_recorder
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ class Handle(Generic[T_co]):
         self._caller = flight_recorder.line_of_caller()
         self._has_grad = torch.is_grad_enabled()
         self._sequence_number = torch_internals.reserve_sequence_number() if self._has_grad else None
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._stream = _current_stream()
         self._in_callbacks = in_callbacks
         self._in_order = in_order
         self._lock = threading.RLock()
@@ -129,7 +130,7 @@ class Handle(Generic[T_co]):
         if self._error is not None:
             raise self._error
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            _let_current_stream_wait(self._stream, self._result)
         return self._result
 
     def done(self) -> bool:
@@ -175,7 +176,7 @@ class Handle(Generic[T_co]):
     def _wait_and_step(self, step: int, works: Works) -> None:
         """Wait for the works of a step, and run the next step unless a callback must run it."""
         try:
-            with torch.cuda.stream(self._stream):  # NCCL's wait() makes the current stream wait
+            with accelerator.on_stream(self._stream):  # the wait() of a vendor's library makes the current stream wait
                 for work in works:
                     work.wait()
         except TimeoutError:
@@ -187,10 +188,10 @@ class Handle(Generic[T_co]):
 
     @contextlib.contextmanager
     def _as_in_the_call(self) -> Iterator[None]:
-        """Restore the caller's grad mode, CUDA stream and autograd sequence number while a step runs."""
+        """Restore the caller's grad mode, stream and autograd sequence number while a step runs."""
         with (
             torch.set_grad_enabled(self._has_grad),
-            torch.cuda.stream(self._stream),
+            accelerator.on_stream(self._stream),
             autograd.at_number(self._sequence_number),
         ):
             yield
@@ -283,6 +284,22 @@ def _as_completed(waiting: list[Handle[T]]) -> Iterator[Handle[T]]:
         ended = [handle for handle in waiting if handle.done()]
         waiting = [handle for handle in waiting if handle not in ended]
         yield from ended
+
+
+def _current_stream() -> torch.Stream | None:
+    """Return the current stream of this thread's GPU; None if the program has not used a GPU."""
+    return accelerator.current_stream(accelerator.current_device()) if accelerator.is_initialized() else None
+
+
+def _let_current_stream_wait(stream: torch.Stream, result: Any) -> None:
+    """Let the current stream use the result of work that is queued on another stream, in which it was allocated."""
+    current = accelerator.current_stream(stream.device)
+    if current == stream:
+        return
+    current.wait_stream(stream)
+    for tensor in pytree.tensors_in(result):
+        if not tensor.is_cpu:  # otherwise the other stream reuses its memory as soon as the caller drops it
+            tensor.record_stream(current)
 
 
 def _deadline(timeout: Timeout) -> Deadline | None:

@@ -7,6 +7,7 @@ tensor, array, scalar or number, or a pickled object.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -26,6 +27,7 @@ Structure = Any
 """The containers around the leaves, which JSON can encode: LEAF, NONE, or (kind, name of the class, keys, children)."""
 
 LEAF, NONE = "leaf", "none"
+HOST, GPU = "cpu", "gpu"  # where a leaf is; the ranks' GPUs may have different indices
 _DEEPEST = 100  # levels of nesting
 _KEYS = frozenset({str, int, type(None)})  # no float or bool: 1, 1.0 and True are equal as keys
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple}
@@ -48,7 +50,7 @@ class Description(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[Sequence[Any], ...]
     devices: tuple[str, ...]
-    """The device type of each leaf: cpu or cuda."""
+    """The kind of device of each leaf: HOST or GPU."""
 
     gradients: tuple[bool, ...]
     """Whether each leaf requires a gradient; all False where grad mode is off."""
@@ -93,10 +95,14 @@ class Data(NamedTuple):
             kinds,
             dtypes=tuple([tensor.dtype for tensor in tensors]),
             shapes=tuple([tensor.shape for tensor in tensors]),
-            devices=("cpu",) * len(tensors) if is_on_host else tuple([tensor.device.type for tensor in tensors]),
+            devices=(HOST,) * len(tensors) if is_on_host else tuple([_kind_of_device(tensor) for tensor in tensors]),
             gradients=tuple([has_grad_mode and tensor.requires_grad for tensor in tensors]),
         )
         return cls(description, tensors)
+
+
+def _kind_of_device(tensor: torch.Tensor) -> str:
+    return HOST if tensor.is_cpu else GPU
 
 
 def take(data: Any, operation: str, *, is_output: bool = False) -> Data:
@@ -122,6 +128,14 @@ def take(data: Any, operation: str, *, is_output: bool = False) -> Data:
     if is_output:
         _check_writable(leaves, taken.description, operation)
     return taken
+
+
+def tensors_in(data: Any) -> list[torch.Tensor]:
+    """Return the tensors among the leaves of data; none if its containers are of other kinds, as in an object."""
+    leaves: list[Any] = []
+    with contextlib.suppress(TypeError, ValueError):
+        flatten(data, leaves, _PLAIN)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def or_error(taken: Callable[[], T]) -> T | Exception:

@@ -178,7 +178,7 @@ def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
 
 def _by_dtype(data: Data) -> list[Sequence[int]]:
     """Return the indices of the tensors of each dtype and device; in the same order on all ranks."""
-    if len(set(data.description.dtypes)) == 1 and set(data.description.devices) == {"cpu"}:
+    if len(set(data.description.dtypes)) == 1 and set(data.description.devices) == {pytree.HOST}:
         return [range(len(data.tensors))]
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(data.tensors):

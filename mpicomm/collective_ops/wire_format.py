@@ -12,7 +12,8 @@ import torch
 
 from mpicomm.backend.transfer import dtypes
 from mpicomm.collective_ops import pytree
-from mpicomm.collective_ops.pytree import Data, Description
+from mpicomm.collective_ops.pytree import GPU, HOST, Data, Description
+from mpicomm.devices import accelerator
 from mpicomm.errors import MpicommError
 
 HEAD = 512  # bytes: magic number, number, length of the description, as much of the description as fits
@@ -21,7 +22,7 @@ _WORD = 8  # bytes of an integer in the header
 _START = len(MAGIC) + 2 * _WORD
 IN_HEAD = HEAD - _START  # bytes of the description
 _WIDEST = 16  # bytes, the size of the widest dtype; each leaf's content starts at a multiple of it
-HOST, GPU = DEVICES = ("cpu", "cuda")
+DEVICES = (HOST, GPU)
 _FAILED = "failed"
 
 
@@ -130,13 +131,18 @@ def output_buffers(description: Description, sender: str) -> dict[str, torch.Ten
     Raises:
         MpicommError: If a part of the content is for a GPU and this rank has none.
     """
-    if GPU in description.devices and not torch.cuda.is_available():
+    if GPU in description.devices and not accelerator.is_available():
         raise MpicommError(
             f"the data of {sender} are on a GPU, but this rank has no GPU.\n"
             "Send CPU tensors (tensor.cpu()), or start every rank with a GPU."
         )
     sizes = nbytes(description)
-    return {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in sizes.items()}
+    return {kind: torch.empty(size, dtype=torch.uint8, device=device_of(kind)) for kind, size in sizes.items()}
+
+
+def device_of(kind: str) -> torch.device:
+    """Return this rank's device for content on the host or on a GPU."""
+    return torch.device("cpu") if kind == HOST else accelerator.current_device()
 
 
 def pack(data: Data) -> dict[str, torch.Tensor]:

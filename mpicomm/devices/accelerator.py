@@ -5,7 +5,8 @@ torch has one type of accelerator per process ("cuda" also for AMD, "xpu", or th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -28,10 +29,11 @@ def count() -> int:
 
 def is_initialized() -> bool:
     """Return whether this process uses the accelerator: whether it has created a context on a device."""
-    if not is_available():
+    kind = device_type()
+    if kind is None:
         return False
-    module = torch.get_device_module(device_type())
-    return not hasattr(module, "is_initialized") or module.is_initialized()
+    module = torch.get_device_module(kind)
+    return module.is_initialized() if hasattr(module, "is_initialized") else module.is_available()
 
 
 def current_device() -> torch.device:
@@ -81,3 +83,30 @@ def utilization(device: torch.device) -> int | None:
         return torch.get_device_module(device).utilization(device)
     except Exception:  # noqa: BLE001  torch raises exceptions of many types where the package or the driver is missing
         return None
+
+
+def record_event(stream: torch.Stream) -> torch.Event:
+    """Return an event at the end of the work that is queued on a stream now."""
+    event = torch.Event(stream.device)
+    event.record(stream)
+    return event
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Make a stream and its device the current ones of this thread in a block; None has no effect.
+
+    `torch.Stream` is such a context itself, but it stores the previous stream in the object: a second thread cannot
+    enter it at the same time, nor can a nested block.
+    """
+    if stream is None:
+        yield
+        return
+    device, previous = torch.accelerator.current_device_index(), current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(previous)
+        if device != stream.device.index:  # only then: setting a device may create a context on it
+            torch.accelerator.set_device_index(device)

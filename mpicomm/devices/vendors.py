@@ -5,11 +5,19 @@ All other code treats every accelerator alike, through `torch.accelerator`, `tor
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import weakref
+from collections.abc import Mapping
 
 import torch
 
 from mpicomm.devices import accelerator
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit synchronisation with the default stream
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_WITHOUT_IPC = ("expandable_segments:True", "backend:cudaMallocAsync")
 
 
 class Vendor:
@@ -40,12 +48,25 @@ class Vendor:
         return False
 
     def own_stream(self, device: torch.device) -> torch.Stream:
-        """Return a stream on a device that no other part of the program uses, if the vendor has such streams."""
+        """Return a stream on a device that no other part of the program uses, if the vendor has such streams.
+
+        The caller must keep the object: the stream may end with it.
+        """
         return torch.Stream(device)
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the vendor's software for which this torch was built, by name."""
         return {}
+
+    synchronous_kernels = ""
+    """The setting of the environment with which a call returns after its kernels have ended, to find a crash."""
+
+    def allow_events_during_capture(self) -> None:
+        """Let the calling thread query events of its device while another thread captures a graph."""
+
+    def allocator_without_ipc(self, environ: Mapping[str, str]) -> str:  # noqa: ARG002  for vendors, as CUDA
+        """Return the setting of torch's allocator whose memory other processes cannot map; empty if there is none."""
+        return ""
 
 
 class CUDA(Vendor):
@@ -56,6 +77,8 @@ class CUDA(Vendor):
     mpi_queries: tuple[str, ...] = ("MPIX_Query_cuda_support",)
     visible_variables: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
     driver_check = "nvidia-smi"
+
+    synchronous_kernels = "CUDA_LAUNCH_BLOCKING=1"
 
     def is_capturing(self) -> bool:
         """Return whether the current stream captures a CUDA graph instead of running its work."""
@@ -68,6 +91,37 @@ class CUDA(Vendor):
             versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         return versions
 
+    def own_stream(self, device: torch.device) -> torch.Stream:
+        """Return a CUDA stream that no other part of the program uses.
+
+        torch allocates streams from a pool of 32 per GPU, so a program with many streams would share one with mpicomm.
+        Therefore this calls cuStreamCreate (CUDA Driver API); if that fails, it takes a stream of the pool.
+        """
+        handle = _create_stream(device.index or 0)
+        if handle is None:
+            return torch.Stream(device)
+        stream = torch.cuda.ExternalStream(handle.value, device=device)
+        end = weakref.finalize(stream, _driver().cuStreamDestroy_v2, handle)
+        end.atexit = False  # CUDA is already shut down at exit
+        return stream
+
+    def allow_events_during_capture(self) -> None:
+        """Let the calling thread query events of its device while another thread captures a graph.
+
+        By default such a query would invalidate the capture; the thread's relaxed capture mode allows it (CUDA Driver
+        API, cuThreadExchangeStreamCaptureMode).
+        """
+        relaxed = ctypes.c_int(_RELAXED)
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+
+    def allocator_without_ipc(self, environ: Mapping[str, str]) -> str:
+        """Return the setting of torch's allocator whose memory CUDA IPC cannot export; empty if there is none."""
+        for name in _ALLOCATOR_VARIABLES:
+            for setting in _WITHOUT_IPC:
+                if setting in environ.get(name, "").replace(" ", ""):
+                    return f"{name} has {setting}"
+        return ""
+
 
 class ROCm(CUDA):
     """AMD, which torch calls "cuda" as well; the MPI libraries do not."""
@@ -77,6 +131,15 @@ class ROCm(CUDA):
     mpi_queries: tuple[str, ...] = ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")
     visible_variables: tuple[str, ...] = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     driver_check = "rocm-smi"
+
+    synchronous_kernels = "AMD_SERIALIZE_KERNEL=3"
+
+    def own_stream(self, device: torch.device) -> torch.Stream:
+        """Return a stream of torch's pool."""
+        return torch.Stream(device)
+
+    def allow_events_during_capture(self) -> None:
+        """Do nothing: HIP has no such mode."""
 
 
 class XPU(Vendor):
@@ -91,6 +154,8 @@ class XPU(Vendor):
     def versions(self) -> dict[str, str]:
         """Return the version of oneAPI."""
         return {self.name: getattr(torch.version, "xpu", None) or "?"}
+
+    synchronous_kernels = "UR_L0_SERIALIZE=2"
 
 
 @functools.cache
@@ -108,3 +173,25 @@ def vendor() -> Vendor:
 def of_variable(name: str) -> Vendor:
     """Return the vendor whose devices a variable assigns; for a scheduler's variable NVIDIA, the most common one."""
     return next((known for known in (CUDA(), ROCm(), XPU()) if name in known.visible_variables), CUDA())
+
+
+# -- the driver of CUDA ------------------------------------------------------------------------------------------------
+
+
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _create_stream(ordinal: int) -> ctypes.c_void_p | None:
+    """Create a stream in the primary context of a GPU, which torch uses; None if CUDA returns an error."""
+    driver = _driver()
+    device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+    if driver.cuDeviceGet(ctypes.byref(device), ordinal):
+        return None
+    if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+        return None
+    if driver.cuCtxPushCurrent_v2(context):
+        return None
+    is_refused = driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING)
+    driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+    return None if is_refused else stream

@@ -59,7 +59,7 @@ class DataOperations:
             for kind, ready in by_kind.items():
                 for item in ready:
                     if item.submission is not None and item.submission.events:
-                        item.submission.wait_for_events()
+                        item.submission.wait_for_events([*item.submission.tensors, *item.submission.outputs])
                 try:
                     self._runners[kind](ready)
                 except (ValueError, TypeError, RuntimeError) as error:

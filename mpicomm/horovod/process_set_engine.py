@@ -19,6 +19,7 @@ from mpicomm import torch_internals
 from mpicomm.backend.execution.worker_thread import WakeTimer
 from mpicomm.backend.gpu.thread_device import ThreadDevice
 from mpicomm.collective_ops.group_argument import timeout_of_job
+from mpicomm.devices import accelerator
 from mpicomm.horovod.data_operations import DataOperations
 from mpicomm.horovod.group_calls import GroupCalls
 from mpicomm.horovod.negotiation import Negotiation, Ready, StallCheck
@@ -183,7 +184,9 @@ class ProcessSetEngine:
                 if item.signature.kind == JOIN:
                     self._num_joins += 1
                     self._counts.clear()
-        self._operations.run(ready)
+        # On one stream, whichever thread runs the cycle: the operations use the same buffers.
+        with accelerator.on_stream(self._gpu.stream):
+            self._operations.run(ready)
         if self._timeline.is_open:
             self._timeline.end_operations(ready)
 

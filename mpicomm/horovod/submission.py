@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpicomm.devices import accelerator
 from mpicomm.errors import MpicommError
 
 ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL = "allreduce", "allgather", "broadcast", "alltoall"
@@ -124,7 +125,7 @@ class Submission:
         self.engine: Any = None
         self.result: Any = None
         self.error: BaseException | None = None
-        self.events: list[tuple[torch.device, torch.cuda.Event]] = []
+        self.events: list[torch.Event] = []
         """Of the GPUs of the inputs; once the operation is complete, of those of the outputs."""
 
         self.start = time.monotonic()
@@ -139,10 +140,16 @@ class Submission:
 
         The streams of the program and of the engine's thread differ: events order their work on the tensors.
         """
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        self.events = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
+        streams = map(accelerator.current_stream, accelerator.devices_of(tensors))
+        self.events = [accelerator.record_event(stream) for stream in streams]
 
-    def wait_for_events(self) -> None:
-        """Let the current streams wait for the recorded events; the calling thread does not wait."""
-        for device, event in self.events:
-            torch.cuda.current_stream(device).wait_event(event)
+    def wait_for_events(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the current streams wait for the recorded events, before they use tensors of other streams.
+
+        The calling thread does not wait.
+        """
+        for event in self.events:
+            event.wait(accelerator.current_stream(event.device))
+        for tensor in tensors:
+            if not tensor.is_cpu:  # torch's allocator must know of a stream other than that of the allocation
+                tensor.record_stream(accelerator.current_stream(tensor.device))

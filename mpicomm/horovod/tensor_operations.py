@@ -67,10 +67,7 @@ def synchronize(handle: Submission | Callable[[], Any]) -> Any:
         return handle()  # of a sparse tensor
     handle.engine.wait(handle)
     if handle.events:
-        handle.wait_for_events()
-        for tensor in handle.result:
-            if tensor.is_cuda:  # torch's allocator must know of a stream other than that of the allocation
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        handle.wait_for_events(handle.result)
     if handle.is_grouped:
         return list(handle.result)
     if handle.splits is not None:
@@ -202,7 +199,7 @@ def _run(
         is_grouped=call.is_grouped,
         is_cacheable=name is not None,
     )
-    if any(layout.device == "cuda" for layout in signature.layouts):
+    if any(layout.device != "cpu" for layout in signature.layouts):
         handle.record_events(call.tensors)
     if call.is_async:
         return engine.submit(handle)

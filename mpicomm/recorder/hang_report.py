@@ -17,12 +17,6 @@ DEATH_REMEDY = (
 )
 """The next step after the death of a rank."""
 
-CRASH_REMEDY = (
-    "Native code crashed: see the stacks in the output of that rank. To find the call in it, run the job under gdb; "
-    "with GPUs, set CUDA_LAUNCH_BLOCKING=1, too."
-)
-"""The next step after the death of a rank that a signal such as SIGSEGV has ended."""
-
 HOST_REMEDY = (
     "mpirun does not continue without a host. With mpicomm run --max-restarts N, the job starts again on the other "
     "hosts, and continues from its newest checkpoint."
@@ -34,6 +28,19 @@ _UNREPORTED = (
     "MPI_Abort)"
 )
 _UNREACHABLE = {os.strerror(number) for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
+
+
+def remedy_after_death(crash: Crash | None) -> str:
+    """Return the next step after the death of a rank, which a signal such as SIGSEGV has ended if it crashed."""
+    if crash is None:
+        return DEATH_REMEDY
+    from mpicomm.devices import vendors  # late: the commands import this module, and need no torch
+
+    setting = vendors.vendor().synchronous_kernels
+    return (
+        "Native code crashed: see the stacks in the output of that rank. To find the call in it, run the job under gdb"
+        + (f"; with GPUs, set {setting}, too." if setting else ".")
+    )
 
 
 def table(rows: Mapping[int, Status], hosts: Sequence[str]) -> str:

@@ -422,7 +422,7 @@ class Coordinator:
             return
         reason = hang_report.cause_of_loss(message.lost, message.crash)
         event = f"died: {reason}"
-        remedy = hang_report.DEATH_REMEDY if message.crash is None else hang_report.CRASH_REMEDY
+        remedy = hang_report.remedy_after_death(message.crash)
         if message.rank in self._terminated:
             event, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
         if hang_report.is_unreachable(message.lost) and self._recovers:

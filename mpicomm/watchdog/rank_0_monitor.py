@@ -47,7 +47,7 @@ class Rank0Monitor:
         _, lost, crash = self._lost
         if recovers and hang_report.is_unreachable(lost):
             return hang_report.HOST_REMEDY
-        return hang_report.DEATH_REMEDY if crash is None else hang_report.CRASH_REMEDY
+        return hang_report.remedy_after_death(crash)
 
     @property
     def is_lost(self) -> bool:

@@ -16,6 +16,7 @@ from mpicomm.backend.gpu import probe
 from mpicomm.backend.gpu.staging import StagingTransport
 from mpicomm.backend.gpu.transport import GPUDirect, Transport
 from mpicomm.backend.transfer import mpi_calls
+from mpicomm.devices import accelerator, vendors
 from mpicomm.settings import Settings
 from tests.movers import stage
 from tests.torches import all_gather_single, reduce_scatter_single
@@ -37,8 +38,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, is_claimed: bool,
         tests.append(1)
         return failures
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
+    monkeypatch.setattr(accelerator, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(accelerator, "is_initialized", lambda: has_gpu)
+    monkeypatch.setattr(accelerator, "current_device", lambda: HOST)
     monkeypatch.setattr(probe, "is_claimed", lambda _environ: is_claimed)
     monkeypatch.setattr(probe, "failures", test)
     return tests
@@ -91,8 +93,9 @@ def test_memory_that_is_not_exported_is_warned_of(
     world: mpicomm.World, monkeypatch: pytest.MonkeyPatch, name: str, setting: str
 ) -> None:
     pretend(monkeypatch, has_gpu=True, is_claimed=True, failures=[])
+    monkeypatch.setattr(vendors, "vendor", vendors.CUDA)
     monkeypatch.setenv(name, f"max_split_size_mb:64, {setting}")
-    with pytest.warns(UserWarning, match=rf"has {setting}: CUDA IPC cannot export such memory"):
+    with pytest.warns(UserWarning, match=rf"{name} has {setting}: CUDA IPC cannot export such memory"):
         probe.choose_transport(world.comm, Settings())
 
 
@@ -206,25 +209,42 @@ def pretend_library(monkeypatch: pytest.MonkeyPatch, description: str, kinds: st
     library = SimpleNamespace(description=description, path="")
     made_up = SimpleNamespace(api=lambda: SimpleNamespace(COMM_WORLD=comm), library=lambda: library)
     monkeypatch.setattr(probe, "mpi", made_up)
-    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(vendors, "vendor", vendors.CUDA)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "is_claimed"),
+    ("vendor", "kinds", "is_claimed"),
     [
-        (None, False),
-        ("system,mpi", False),
-        ("system,rocm", False),
-        ("system,cuda", True),
-        ("system,cuda:device", True),
-        ("cuda:host:device,system", True),
+        (vendors.CUDA, None, False),
+        (vendors.CUDA, "system,mpi", False),
+        (vendors.CUDA, "system,rocm", False),
+        (vendors.CUDA, "system,cuda", True),
+        (vendors.CUDA, "system,cuda:device", True),
+        (vendors.CUDA, "cuda:host:device,system", True),
+        (vendors.ROCm, "system,rocm", True),
+        (vendors.ROCm, "system,cuda", False),
+        (vendors.XPU, "system,level_zero:device", True),
+        (vendors.Vendor, "", False),
     ],
 )
 def test_a_library_that_names_kinds_of_memory(
-    monkeypatch: pytest.MonkeyPatch, kinds: str | None, is_claimed: bool
+    monkeypatch: pytest.MonkeyPatch, vendor: type[vendors.Vendor], kinds: str | None, is_claimed: bool
 ) -> None:
     pretend_library(monkeypatch, "MPICH", kinds)
+    monkeypatch.setattr(vendors, "vendor", vendor)
     assert probe.is_claimed({}) == is_claimed
+
+
+@pytest.mark.parametrize("vendor", [vendors.CUDA, vendors.ROCm, vendors.XPU])
+def test_a_library_that_answers_queries(monkeypatch: pytest.MonkeyPatch, vendor: type[vendors.Vendor]) -> None:
+    """MPI libraries have a function for each vendor, which returns 1 if they support its addresses."""
+    pretend_library(monkeypatch, "Open MPI", None)
+    monkeypatch.setattr(vendors, "vendor", vendor)
+    for answers in ({}, dict.fromkeys(vendor.mpi_queries, 0), {vendor.mpi_queries[-1]: 1}):
+        functions = SimpleNamespace(**{query: (lambda answer=answer: answer) for query, answer in answers.items()})
+        monkeypatch.setattr(probe.mpi, "library", lambda: SimpleNamespace(description="Open MPI", path="libmpi.so"))
+        monkeypatch.setattr(probe.ctypes, "CDLL", lambda _path, functions=functions: functions)
+        assert probe.is_claimed({}) == (1 in answers.values())
 
 
 @pytest.mark.parametrize("enabled", ["", "0", "1"])

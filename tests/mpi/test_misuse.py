@@ -34,7 +34,7 @@ MISUSES: dict[str, tuple[Callable[[int], object], str]] = {
         lambda n: dist.broadcast(torch.eye(3).to_sparse(), 0),
         r"dense tensor, got layout torch.sparse_coo.*\n.*to_dense",
     ),
-    "meta device": (lambda n: dist.broadcast(ones(2, device="meta"), 0), "on cpu or cuda, got one on meta"),
+    "meta device": (lambda n: dist.broadcast(ones(2, device="meta"), 0), "on the CPU or a GPU, got one on meta"),
     "quantized": (lambda n: dist.broadcast(torch.quantize_per_tensor(ONES, 0.1, 0, torch.qint8), 0), "quantized"),
     "list too short": (
         lambda n: dist.all_gather([ones(2)] * (n + 1), ONES),

@@ -213,8 +213,8 @@ MUTANTS = [
     ),
     Mutant(
         "PendingMessages.send",
-        old="MessageWork([tensor], request, dense, operation, self)",
-        new="MessageWork([tensor], request, tensor, operation, self)",
+        old="MessageWork([tensor], None, dense, operation, self)",
+        new="MessageWork([tensor], None, tensor, operation, self)",
         fault="The dense copy of a tensor that is being sent is freed before the send has completed.",
         tests="tests/mpi/test_messages.py -k 'test_ring and staged'",
         ranks=4,
@@ -491,14 +491,14 @@ for work in self._watched:
         ranks=4,
     ),
     Mutant(
-        "MessageWork._complete_request",
+        "MessageWork._end",
         old="self._error = error",
         fault="The error of a message that is shorter than its tensor is ignored, and the tensor keeps old values.",
         tests="tests/mpi/test_messages.py -k test_a_message_of_another_size_is_an_error",
         ranks=4,
     ),
     Mutant(
-        "MessageWork._complete_request",
+        "MessageWork._end",
         old="self._messages.forget(self)",
         fault="Completed messages and their tensors are never freed.",
         tests="tests/mpi/test_messages.py -k test_completed_messages_are_not_kept",

@@ -192,7 +192,7 @@ MUTANTS = [
     ),
     Mutant(
         "Coordinator._receive_death",
-        old="hang_report.DEATH_REMEDY if message.crash is None else hang_report.CRASH_REMEDY",
+        old="hang_report.remedy_after_death(message.crash)",
         new="hang_report.DEATH_REMEDY",
         fault="The report of a crash sends the user to the log of the kernel.",
         tests="tests/unit/test_coordinator.py -k remedy",

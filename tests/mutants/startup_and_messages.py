@@ -199,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         "output_buffers",
-        old="GPU in description.devices and not torch.cuda.is_available()",
+        old="GPU in description.devices and not accelerator.is_available()",
         new="False",
         fault="On a rank without a GPU, receiving data of a GPU fails with an error of CUDA that names no remedy.",
         tests="tests/unit/test_pytree.py -k data_on_a_gpu",

@@ -11,8 +11,8 @@ import torch
 
 from mpicomm.backend.execution.pending_messages import Poller
 from mpicomm.backend.execution.worker_thread import Worker
-from mpicomm.backend.gpu import thread_device
 from mpicomm.backend.gpu.thread_device import ThreadDevice
+from mpicomm.devices import accelerator, vendors
 
 CREATED = 0xABC0
 
@@ -39,21 +39,23 @@ class Driver:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Simulate a process that uses its second GPU after the initialisation of CUDA."""
     state = SimpleNamespace(is_started=False, entered=[], driver=Driver())
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: state.is_started)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda _stream: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    monkeypatch.setattr(accelerator, "is_initialized", lambda: state.is_started)
+    monkeypatch.setattr(accelerator, "current_device", lambda: GPU)
+    monkeypatch.setattr(accelerator, "select", state.entered.append)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda _stream: None)
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(None, device))
-    monkeypatch.setattr(thread_device, "prepare_thread_for_events", state.entered.append)
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(thread_device, "_driver", lambda: state.driver)
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream(None, device))
+    monkeypatch.setattr(vendors, "vendor", vendors.CUDA)
+    monkeypatch.setattr(vendors, "_driver", lambda: state.driver)
     return state
 
 
 class Stream:
     def __init__(self, handle: int | None, device: torch.device) -> None:
         self.handle, self.device = handle, device
+
+    def synchronize(self) -> None:
+        """Do nothing: no work is queued."""
 
 
 GPU = torch.device("cuda", 1)
@@ -96,8 +98,18 @@ def test_a_thread_begins_on_the_gpu_of_its_creator(cuda: SimpleNamespace) -> Non
     assert cuda.entered == [GPU]
 
 
+def test_the_stream_of_a_thread_lasts_as_long_as_the_thread(cuda: SimpleNamespace) -> None:
+    """Its object would destroy it."""
+    cuda.is_started = True
+    gpu = ThreadDevice()
+    gpu.enter()
+    gc.collect()
+    assert "cuStreamCreate" in cuda.driver.called
+    assert "cuStreamDestroy_v2" not in cuda.driver.called
+
+
 def test_a_stream_is_not_one_of_torchs_pool(cuda: SimpleNamespace) -> None:
-    stream = thread_device.own_stream(GPU)
+    stream = vendors.CUDA().own_stream(GPU)
     assert (stream.handle, stream.device) == (CREATED, GPU)
     assert cuda.driver.called[-1] == "cuCtxPopCurrent_v2"
     del stream
@@ -108,11 +120,29 @@ def test_a_stream_is_not_one_of_torchs_pool(cuda: SimpleNamespace) -> None:
 @pytest.mark.parametrize("fails", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuStreamCreate"])
 def test_where_cuda_refuses_a_stream_torchs_pool_has_one(cuda: SimpleNamespace, fails: str) -> None:
     cuda.driver = Driver(fails)
-    assert thread_device.own_stream(GPU).handle is None
+    assert vendors.CUDA().own_stream(GPU).handle is None
     assert cuda.driver.called.count("cuCtxPushCurrent_v2") >= cuda.driver.called.count("cuCtxPopCurrent_v2")
 
 
-def test_rocm_takes_torchs_streams(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert thread_device.own_stream(GPU).handle is None
+def test_rocm_takes_torchs_streams(cuda: SimpleNamespace) -> None:
+    vendors.ROCm().allow_events_during_capture()
+    assert vendors.ROCm().own_stream(GPU).handle is None
     assert cuda.driver.called == []
+
+
+@pytest.mark.parametrize(
+    ("device_type", "hip", "vendor"),
+    [
+        ("cuda", None, vendors.CUDA),
+        ("cuda", "6.4", vendors.ROCm),
+        ("xpu", None, vendors.XPU),
+        ("npu", None, vendors.Vendor),
+        (None, None, vendors.Vendor),
+    ],
+)
+def test_the_vendor_of_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, device_type: str | None, hip: str | None, vendor: type[vendors.Vendor]
+) -> None:
+    monkeypatch.setattr(accelerator, "device_type", lambda: device_type)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert type(vendors.vendor.__wrapped__()) is vendor

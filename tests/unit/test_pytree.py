@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.collective_ops import messages, pytree, wire_format
+from mpicomm.devices import accelerator
 from mpicomm.errors import MpicommError
 from tests.collective_ops.kinds import KINDS, Batch, Pair, Shifted, make, same
 
@@ -167,8 +168,8 @@ def test_a_description_with_another_number_of_leaves_is_refused(count: int) -> N
 
 
 def test_data_on_a_gpu_are_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    description = wire_format.decode(json.dumps(["leaf", [["tensor", "float32", [3], "cuda", False]]]).encode())
+    monkeypatch.setattr(accelerator, "is_available", lambda: False)
+    description = wire_format.decode(json.dumps(["leaf", [["tensor", "float32", [3], "gpu", False]]]).encode())
     with pytest.raises(MpicommError, match=r"the data of rank 3 are on a GPU, but this rank has no GPU\.\nSend CPU"):
         wire_format.output_buffers(description, "rank 3")
 

@@ -197,11 +197,14 @@ def test_a_failure_in_the_middle_leaves_no_copy_on_its_way(failing: int) -> None
 def test_a_message_is_sent_and_received(is_dense: bool, seed: int) -> None:
     transport, mover = staged(2, 8, seed)
     tensor = torch.arange(5.0) if is_dense else torch.arange(10.0)[::2] / 2
-    assert transport.for_sending(tensor).tolist() == [0, 1, 2, 3, 4]
+    memory, ready = transport.for_sending(tensor)
+    ready.synchronize()  # type: ignore[union-attr]
+    assert memory.tolist() == [0, 1, 2, 3, 4]
     target = torch.zeros(5) if is_dense else torch.zeros(10)[::2]
-    output_buffer, put = transport.for_receiving(target)
+    output_buffer, ready, deliver = transport.for_receiving(target)
+    assert ready is None
     output_buffer.copy_(torch.arange(5.0))
-    put()
+    deliver().synchronize()  # type: ignore[union-attr]
     assert target.tolist() == [0, 1, 2, 3, 4]
     assert mover.is_quiet
 

@@ -20,6 +20,7 @@ import torch
 
 from mpicomm import torch_internals
 from mpicomm.backend.execution import backward_errors
+from mpicomm.devices import accelerator
 from mpicomm.errors import MpicommError
 
 _log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class OrderedFuture(torch.futures.Future[Any]):
         Args:
             tensors: The tensors that the operation writes.
         """
-        super().__init__(devices=torch_internals.gpus_of(tensors))
+        super().__init__(devices=[*accelerator.devices_of(tensors)])
         self._queue = queue
         self._tensors = tensors
         self._passes = backward_errors.running_passes() if torch_internals.is_in_backward() else None

@@ -6,6 +6,7 @@ group's poller thread makes such calls.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import warnings
@@ -19,10 +20,11 @@ from mpicomm import mpi, torch_internals
 from mpicomm.arguments import Deadline
 from mpicomm.backend.execution import future_callbacks
 from mpicomm.backend.execution.group_state import GroupState
+from mpicomm.backend.execution.posting_queue import PostingQueue
 from mpicomm.backend.execution.work import BackendWork, CompletedWork, WaitTimeout, WorkBatch, deadline_of
 from mpicomm.backend.execution.worker_thread import require_threads
 from mpicomm.backend.gpu.thread_device import ThreadDevice
-from mpicomm.backend.gpu.transport import Transport
+from mpicomm.backend.gpu.transport import DeviceEvent, Transport
 from mpicomm.backend.transfer import buffers, dtypes, mpi_calls
 from mpicomm.errors import MpicommError
 from mpicomm.recorder import flight_recorder
@@ -59,6 +61,9 @@ class PendingMessages:
 
         self._starting = threading.Lock()
         self._poller: Poller | None = None
+        self.unposted = PostingQueue()
+        """The messages that MPI has not received."""
+
         self._in_flight: set[MessageWork] = set()
         self._reap_at = _REAP_ABOVE
         self._spans: dict[MessageWork, Any] = {}  # of the profiler
@@ -71,7 +76,10 @@ class PendingMessages:
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> MessageWork | CompletedWork:
         """Start sending; the work completes when the tensor may be modified again."""
         operation = self._note("send", tensor, dst, tag)
-        dense = self.transport.for_sending(tensor)
+        dense, ready = self.transport.for_sending(tensor)
+        if ready is not None or self.unposted.waiting:
+            work = MessageWork([tensor], None, dense, operation, self)
+            return self._post_later("send", work, ready, functools.partial(mpi_calls.send, self._comm, dense, dst, tag))
         request = mpi_calls.send(self._comm, dense, dst, tag)
         if tensor.nbytes > _BUFFERED_BYTES or torch_internals.is_profiling() or not request.Test():
             return self._track("send", MessageWork([tensor], request, dense, operation, self))
@@ -81,20 +89,24 @@ class PendingMessages:
     def receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Start receiving from `src`, or from the first rank that sends if it is None."""
         operation = self._note("recv", tensor, src, tag)
-        dense, copy_to_tensor = self.transport.for_receiving(tensor)
+        dense, ready, deliver = self.transport.for_receiving(tensor)
 
-        def arrived(status: Any) -> None:
+        def arrived(status: Any) -> DeviceEvent | None:
             if src is None:
                 operation.peer = status.source
                 operation.number_message(status.tag)
             _check_count(status, dense)
             with buffers.mode_of(tensor):
-                copy_to_tensor()
+                return deliver()
 
         source = mpi.api().ANY_SOURCE if src is None else src
+        name = "recvAnySource" if src is None else "recv"  # torch's names
+        if ready is not None or self.unposted.waiting:
+            work = MessageWork([tensor], None, dense, operation, self, arrived)
+            post = functools.partial(mpi_calls.receive, self._comm, dense, source, tag)
+            return self._post_later(name, work, ready, post)
         request = mpi_calls.receive(self._comm, dense, source, tag)
-        work = MessageWork([tensor], request, dense, operation, self, arrived)
-        return self._track("recvAnySource" if src is None else "recv", work)  # torch's names
+        return self._track(name, MessageWork([tensor], request, dense, operation, self, arrived))
 
     def _note(self, name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Operation:
         """Record a message in the flight recorder."""
@@ -107,6 +119,16 @@ class PendingMessages:
         if self._state.raises_timeouts:
             operation.exempt_from_watchdog()
         return operation
+
+    def _post_later(
+        self, name: str, work: MessageWork, ready: DeviceEvent | None, post: Callable[[], Request]
+    ) -> MessageWork:
+        """Pass a message to MPI when the device has reached an event, and the messages before it are with MPI."""
+        self._track(name, work)
+        self.unposted.add(ready, post, work)
+        if not mpi.has_thread_multiple():  # no other thread may post it while this one waits in MPI
+            self.unposted.post_all()
+        return work
 
     def _track(self, name: str, work: MessageWork) -> MessageWork:
         """Keep a message and its buffers alive until it completes, even if the caller drops the work."""
@@ -139,6 +161,8 @@ class PendingMessages:
 
     def advance(self) -> None:
         """Test every message in flight, which drives its progress."""
+        if self.unposted.waiting:
+            self.unposted.post_ready()
         for work in list(self._in_flight):
             work.is_completed()  # a completed message calls `forget`
 
@@ -207,18 +231,20 @@ class MessageWork(BackendWork):
     def __init__(
         self,
         tensors: list[torch.Tensor],
-        request: Request,
+        request: Request | None,
         memory: torch.Tensor,
         operation: Operation,
         messages: PendingMessages,
-        arrived: Callable[[Any], None] | None = None,
+        arrived: Callable[[Any], DeviceEvent | None] | None = None,
     ) -> None:
         """Manage an MPI request.
 
         Args:
+            request: The request; None if `start` passes it later.
             memory: The memory that MPI reads or writes; kept alive until the message has completed.
             messages: Keeps this work alive until the message has completed, and completes a requested future.
-            arrived: Called with the MPI status of a received message; None for a send.
+            arrived: Called with the MPI status of a received message, which it starts to copy to the tensor; returns
+                the event of the end of the copy. None for a send.
         """
         super().__init__(tensors)
         self._request = request
@@ -227,6 +253,8 @@ class MessageWork(BackendWork):
         self._messages = messages
         self._arrived = arrived
         self.is_send = arrived is None
+        self._is_transferred = False  # whether MPI has completed the message
+        self._copied: DeviceEvent | None = None
         self._status = mpi.api().Status()
         self._lock = threading.Lock()  # MPI forbids two threads to complete one request
         self._asking = threading.Lock()  # guards the creation of the future
@@ -259,19 +287,32 @@ class MessageWork(BackendWork):
         elif self._future is not None:
             self._future.wait()
         else:
+            if self._messages.unposted.waiting:
+                self._messages.unposted.post_all()  # a thread that waits in MPI cannot do so later
             with self._lock:
                 if not self._done:
-                    self._complete_request(lambda: self._request.Wait(self._status))
+                    self._advance(waits=True)
+
+    def start(self, post: Callable[[], Request]) -> None:
+        """Pass the message to MPI, unless it was given up."""
+        if self._done or self._request is not None:
+            return
+        try:
+            self._request = post()
+        except Exception as error:  # noqa: BLE001  wait() raises it, on its caller's thread
+            self._end(error)
 
     def is_completed(self) -> bool:
         """Return whether the message has completed; each call progresses it."""
         if not self._done:
             flight_recorder.refuse_children()
+        if self._request is None:
+            self._messages.unposted.post_ready()
         if self._done or not self._lock.acquire(blocking=False):
             return self._done
         try:
             if not self._done:
-                self._complete_request(lambda: self._request.Test(self._status))
+                self._advance(waits=False)
             return self._done
         finally:
             self._lock.release()
@@ -336,20 +377,38 @@ class MessageWork(BackendWork):
         direction = "send" if self._arrived is None else "recv"
         return f"{direction} of {dtypes.short(tensor.dtype)}{list(tensor.shape)}"
 
-    def _complete_request(self, complete: Callable[[], bool]) -> None:
-        """Complete the request if it is done; the caller holds the lock."""
+    def _advance(self, *, waits: bool) -> None:
+        """Complete the work if MPI and the copy to the tensor have ended, or when they have; the caller holds the lock.
+
+        Args:
+            waits: Whether to wait for them.
+        """
         try:
-            if not complete():
-                return
-            if self._arrived is not None:
-                self._arrived(self._status)
-        except mpi.api().Exception as error:
-            self._error = rank_failures.error_after(error) or RuntimeError(
+            if not self._is_transferred:
+                request = self._request
+                if request is None or not (request.Wait(self._status) if waits else request.Test(self._status)):
+                    return
+                self._is_transferred = True
+                if self._arrived is not None:
+                    self._copied = self._arrived(self._status)
+            if self._copied is not None:
+                if waits:
+                    self._copied.synchronize()
+                elif not self._copied.query():
+                    return
+        except Exception as error:  # noqa: BLE001  wait() raises it, on its caller's thread
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        """Complete the work."""
+        if isinstance(error, mpi.api().Exception):
+            error = rank_failures.error_after(error) or RuntimeError(
                 f"{self._description()} failed: {error}.\nCheck that both ranks pass the same size."
             )
-        except Exception as error:  # noqa: BLE001  wait() raises it, on its caller's thread
-            self._error = error
-        self._memory = None
+        self._error = error
+        self._memory = self._copied = None
         self._done = True
         self._operation.finish()
         self._messages.forget(self)

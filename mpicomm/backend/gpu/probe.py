@@ -21,36 +21,33 @@ import torch
 from mpicomm import agreement, mpi
 from mpicomm.backend.gpu.staging import StagingTransport
 from mpicomm.backend.gpu.transport import DIRECT, GPUDirect, Transport
-from mpicomm.backend.transfer import mpi_calls
+from mpicomm.backend.transfer import buffers, mpi_calls
+from mpicomm.devices import accelerator, vendors
 from mpicomm.settings import Settings
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Intracomm
 
-# Open MPI and MPICH provide MPIX_Query_cuda_support. torch calls AMD GPUs "cuda" as well; the MPI libraries do not.
-_QUERIES = {"cuda": ("MPIX_Query_cuda_support",), "rocm": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")}
 _KINDS = "mpi_memory_alloc_kinds"  # MPI-4.1, section 11.4.3
 _COUNTS = (1, 2**8, 2**18)  # elements: MPI libraries use different protocols for different sizes
 _MOST = 2**24  # maximum total elements in the tests where one rank holds a part of each rank
 _TAG = 0
-_ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_NOT_EXPORTED = ("expandable_segments:True", "backend:cudaMallocAsync")
-
 
 _has_passed = False  # whether the test has passed on all ranks of a group of this rank
 
 
 def choose_transport(comm: Intracomm, settings: Settings) -> Transport:
     """Choose the transport of a new group, the same on all ranks (collective)."""
-    has_gpu = torch.cuda.is_available()
-    # Do not test if CUDA is not initialised: the test would create the first context of a program without GPU use.
-    may_try = not has_gpu or (torch.cuda.is_initialized() and _wants_addresses(settings))
+    has_gpu = accelerator.is_available()
+    # Do not test if the program has not used a GPU: the test would create the first context of a program without GPUs.
+    may_try = not has_gpu or (accelerator.is_initialized() and _wants_addresses(settings))
     no_gpu, all_may_try, all_have_passed, chunk_bytes = agreement.minimum(
         comm, [not has_gpu, may_try, _has_passed, 1024 * settings.gpu_chunk_kib]
     )
     if no_gpu:
         return DIRECT
-    if all_have_passed or (all_may_try and _passes_test(comm, torch.device("cuda" if has_gpu else "cpu"))):
+    device = accelerator.current_device() if all_may_try and has_gpu else torch.device("cpu")
+    if all_have_passed or (all_may_try and _passes_test(comm, device)):
         return GPUDirect()
     return StagingTransport(comm.size, chunk_bytes, functools.partial(agreement.all_true, comm))
 
@@ -78,15 +75,13 @@ def _passes_test(comm: Intracomm, device: torch.device) -> bool:
 
 
 def _warn_of_allocators() -> None:
-    """Warn of allocator settings whose memory CUDA IPC cannot export: the ranks of a node then transfer by the host."""
-    configured = ",".join(os.environ.get(name, "") for name in _ALLOCATORS).replace(" ", "")
-    for setting in _NOT_EXPORTED:
-        if setting in configured:
-            warnings.warn(
-                f"{' or '.join(_ALLOCATORS)} has {setting}: CUDA IPC cannot export such memory, so transfers of GPU "
-                f"tensors are about 100 times slower. Remove this setting, or set MPICOMM_GPU_AWARE=0.",
-                stacklevel=2,
-            )
+    """Warn of allocator settings whose memory IPC cannot export: the ranks of a node then transfer by the host."""
+    if setting := vendors.vendor().allocator_without_ipc(os.environ):
+        warnings.warn(
+            f"{setting}: {vendors.vendor().name} IPC cannot export such memory, so transfers of GPU tensors are about "
+            f"100 times slower. Remove this setting, or set MPICOMM_GPU_AWARE=0.",
+            stacklevel=2,
+        )
 
 
 # -- the support that the library reports, and its test ----------------------------------------------------------------
@@ -94,15 +89,15 @@ def _warn_of_allocators() -> None:
 
 def is_claimed(environ: Mapping[str, str]) -> bool:
     """Return whether the MPI library reports support for GPU addresses."""
-    platform = "rocm" if torch.version.hip else "cuda"
     if "CRAY" in mpi.library().description.upper():  # reports support even if it is disabled
         return environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
-    return _names_kind(platform) or any(_answers_yes(query) for query in _QUERIES[platform])
+    vendor = vendors.vendor()
+    return _names_kind(vendor.memory_kind) or any(_answers_yes(query) for query in vendor.mpi_queries)
 
 
-def _names_kind(platform: str) -> bool:
+def _names_kind(memory_kind: str) -> bool:
     kinds = mpi.api().COMM_WORLD.Get_info().Get(_KINDS) or ""
-    return platform in (kind.split(":")[0] for kind in kinds.split(","))
+    return bool(memory_kind) and memory_kind in (kind.split(":")[0] for kind in kinds.split(","))
 
 
 def _answers_yes(query: str) -> bool:
@@ -190,6 +185,7 @@ def _all_to_all(comm: Intracomm, device: torch.device, count: int, *, gives_coun
 def _message(comm: Intracomm, device: torch.device, count: int) -> bool:
     result, source = _of_rank(-1, count, device), _of_rank(comm.rank, count, device)
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    buffers.synchronize_stream(result)
     requests = [
         mpi_calls.receive(comm, result, before, _TAG),
         mpi_calls.send(comm, source, after, _TAG),

@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mpicomm.backend import checks
-from mpicomm.backend.gpu import thread_device
-from mpicomm.backend.gpu.transport import Call, Make, Transport, Use
+from mpicomm.backend.gpu.transport import Call, Deliver, DeviceEvent, Make, Transport, Use
 from mpicomm.backend.transfer import buffers
 from mpicomm.backend.transfer.buffers import Tensors
+from mpicomm.devices import accelerator, vendors
 
 _DEPTH = 3  # chunks in flight: one is copied from the device, one is in MPI, one is copied back
-
-
-class DeviceEvent(Protocol):
-    """A point in a device's queue of work."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has reached this point."""
+_ALL = slice(None)  # the columns of a message, which is one chunk: MPI matches whole messages
 
 
 class Mover:
@@ -56,45 +50,69 @@ class Mover:
         return torch.empty(count, dtype=dtype, device="cpu")
 
 
-class CudaMover(Mover):
-    """Copies from and to one GPU through pinned memory, which torch pools."""
+class DeviceMover(Mover):
+    """Copies from and to one device through pinned memory, which torch pools."""
 
     is_host = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._fetching, self._putting = thread_device.own_stream(device), thread_device.own_stream(device)
+        own_stream = vendors.vendor().own_stream
+        self._fetching, self._putting = own_stream(device), own_stream(device)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> torch.Event:
         """Return the current point of the current stream."""
-        return torch.cuda.current_stream(self._device).record_event()
+        return accelerator.record_event(accelerator.current_stream(self._device))
 
-    def follow(self, mark: torch.cuda.Event) -> None:
+    def follow(self, mark: torch.Event) -> None:
         """Order all further copies after a mark."""
-        self._fetching.wait_event(mark)
-        self._putting.wait_event(mark)
+        mark.wait(self._fetching)
+        mark.wait(self._putting)
 
     def copy_to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Start copying (destination, source) pairs from the GPU."""
-        return self._copy(pairs, self._fetching)
+        """Start copying (destination, source) pairs from the device."""
+        return self._copy(list(pairs), self._fetching)
 
     def copy_to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
-        """Start copying (destination, source) pairs to the GPU."""
-        return self._copy(pairs, self._putting)
+        """Start copying (destination, source) pairs to the device."""
+        return self._copy(list(pairs), self._putting)
 
-    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream) -> DeviceEvent:
-        with torch.cuda.stream(stream):
+    def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.Stream) -> DeviceEvent:
+        with accelerator.on_stream(stream):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-        return stream.record_event()
+        return _EndOfCopies(accelerator.record_event(stream), pairs)
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return pinned memory; torch reuses memory released during a copy only after the copy has completed."""
+        """Return pinned memory, without which copies would block."""
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
+
+
+class _EndOfCopies:
+    """The event of the end of copies, which keeps their memory.
+
+    torch's allocators reuse memory in the order of the stream on which it was allocated, which is not that of the
+    copies.
+    """
+
+    def __init__(self, event: torch.Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._event, self._pairs = event, pairs
+
+    def query(self) -> bool:
+        """Return whether the copies have ended."""
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        """Wait until the copies have ended."""
+        self._event.synchronize()
 
 
 class _Done:
     """The event of copies that completed synchronously."""
+
+    def query(self) -> bool:
+        """Return True: the copies have ended."""
+        return True
 
     def synchronize(self) -> None:
         """Do nothing: the copies have completed."""
@@ -105,7 +123,7 @@ _DONE = _Done()
 
 def make_mover(device: torch.device) -> Mover:
     """Return the mover between a device and the host."""
-    return Mover() if device.type == "cpu" else CudaMover(device)
+    return Mover() if device.type == "cpu" else DeviceMover(device)
 
 
 class StagingTransport(Transport):
@@ -137,7 +155,7 @@ class StagingTransport(Transport):
 
         Copies run after the work that the caller's stream holds now, and have completed when the operation has.
         """
-        chunks = [slice(None)] if num_blocks is None else self._cut(tensors[0], uses[0], num_blocks)
+        chunks = [_ALL] if num_blocks is None else self._cut(tensors[0], uses[0], num_blocks)
         are_on_host = all(self._mover(tensor.device).is_host for tensor in tensors)
         if len(chunks) == 1:
             return make(*tensors) if are_on_host else self._in_chunks(make, tensors, uses, chunks)
@@ -158,30 +176,23 @@ class StagingTransport(Transport):
         parts = [self._part(tensor, use, self._mover(tensor.device)) for tensor, use in zip(tensors, uses, strict=True)]
         return functools.partial(_run, make, parts, chunks)
 
-    def for_sending(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's content in dense host memory, after the copy has completed."""
+    def for_sending(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent | None]:
+        """Return dense host memory, and the event from which on it has the tensor's content."""
         mover = self._mover_of_messages(tensor.device)
         if mover.is_host:
             return super().for_sending(tensor)
         part = self._part(tensor, Use(reads=True, writes=False), mover)
         part.start()
-        part.start_to_host(0, slice(None))
-        return part.host(0)
+        return part.memory_of_message()
 
-    def for_receiving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
-        """Return dense host memory to receive a tensor's content, and the call that copies it to the tensor."""
+    def for_receiving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent | None, Deliver]:
+        """Return dense host memory to receive a tensor's content, and the function that copies it to the tensor."""
         mover = self._mover_of_messages(tensor.device)
         if mover.is_host:
             return super().for_receiving(tensor)
         part = self._part(tensor, Use(reads=False, writes=True), mover)
-        part.start_to_host(0, slice(None))
-
-        def put() -> None:
-            part.start()
-            part.start_to_device(0, slice(None))
-            part.end()
-
-        return part.host(0), put
+        memory, _ = part.memory_of_message()
+        return memory, None, part.deliver
 
     def _part(self, tensor: torch.Tensor, use: Use, mover: Mover) -> _Part:
         checks.require_no_graph_capture(tensor)
@@ -227,7 +238,7 @@ def _run(make: Make, parts: Sequence[_Part], chunks: Sequence[slice]) -> None:
             for part in parts:
                 part.start_to_device(number, columns)
         for part in parts:
-            part.end()
+            part.start_unpacking()
     finally:
         for part in parts:
             part.wait_for_copies()
@@ -247,6 +258,7 @@ class _Part:
         self._memory: list[torch.Tensor | None] = [None] * _DEPTH
         self._fetched: list[DeviceEvent] = [_DONE] * _DEPTH
         self._put: list[DeviceEvent] = [_DONE] * _DEPTH
+        self._last_put: DeviceEvent = _DONE
 
     def start(self) -> None:
         """Order the copies after the work that the caller had queued."""
@@ -275,17 +287,28 @@ class _Part:
         chunk = self._rows[:, columns]
         if self._use.writes and not self._is_there(chunk):
             host = self._hosts[number % _DEPTH].view(chunk.shape)
-            self._put[number % _DEPTH] = self._mover.copy_to_device(zip(chunk, host, strict=True))
+            self._last_put = self._put[number % _DEPTH] = self._mover.copy_to_device(zip(chunk, host, strict=True))
 
-    def end(self) -> None:
-        """Wait until the tensor holds the chunks that were copied back."""
+    def start_unpacking(self) -> None:
+        """Start copying the chunks that were copied back to the tensor, if it is not dense."""
         if self._use.writes and self._dense is not self._tensor:
-            self._put.append(self._mover.copy_to_device([(self._tensor, self._dense.view(self._tensor.shape))]))
-        self.wait_for_copies()
+            self._last_put = self._mover.copy_to_device([(self._tensor, self._dense.view(self._tensor.shape))])
+
+    def memory_of_message(self) -> tuple[torch.Tensor, DeviceEvent]:
+        """Return host memory for all of the tensor, and the event from which on it has the content that is sent."""
+        self.start_to_host(0, _ALL)
+        return self._hosts[0], self._fetched[0]
+
+    def deliver(self) -> DeviceEvent:
+        """Start copying a received message to the tensor; return the event of the end."""
+        self.start()
+        self.start_to_device(0, _ALL)
+        self.start_unpacking()
+        return self._last_put
 
     def wait_for_copies(self) -> None:
         """Wait until all copies have completed."""
-        for event in (*self._fetched, *self._put):
+        for event in (*self._fetched, self._last_put):  # copies to the device end in the order in which they start
             event.synchronize()
 
     def _is_there(self, chunk: torch.Tensor) -> bool:

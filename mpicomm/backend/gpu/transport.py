@@ -6,16 +6,32 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from mpicomm.backend import checks
 from mpicomm.backend.transfer import buffers
 from mpicomm.backend.transfer.buffers import Tensors
+from mpicomm.devices import accelerator
 
 Call = Callable[[], None]
 Make = Callable[..., Call]
 """Takes tensors and returns the call that runs the operation on them."""
+
+
+class DeviceEvent(Protocol):
+    """A point in a device's queue of work."""
+
+    def query(self) -> bool:
+        """Return whether the device has reached this point."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached this point."""
+
+
+Deliver = Callable[[], DeviceEvent | None]
+"""Starts to copy a received message to its tensor; returns the event of the end, None if it has ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +69,23 @@ class Transport:
         """
         return make(*tensors)
 
-    def for_sending(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a dense tensor with the content of `tensor`, in memory that MPI can access."""
-        return buffers.pack(tensor)
+    def for_sending(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent | None]:
+        """Return a dense tensor with the content of `tensor`, in memory that MPI can access.
 
-    def for_receiving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
-        """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
+        Returns:
+            The dense tensor, and the event from which on it has the content; None if it has it now.
+        """
+        return buffers.pack(tensor), None
+
+    def for_receiving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent | None, Deliver]:
+        """Return a dense tensor to receive the content of `tensor`.
+
+        Returns:
+            The dense tensor, the event from which on MPI may write it (None: now), and the function that copies it to
+            `tensor`.
+        """
         output_buffer = buffers.output_buffer(tensor)
-        return output_buffer, functools.partial(buffers.unpack, output_buffer, tensor)
+        return output_buffer, None, functools.partial(buffers.unpack, output_buffer, tensor)
 
 
 DIRECT = Transport()
@@ -72,28 +97,45 @@ class GPUDirect(Transport):
     def prepare(self, make: Make, tensors: Tensors, uses: Sequence[Use], *, num_blocks: int | None = 1) -> Call:
         """Return a call that waits for the work queued so far on the caller's current streams, then runs."""
         call = super().prepare(make, tensors, uses, num_blocks=num_blocks)
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        devices = accelerator.devices_of(tensors)
         if not devices:
             return call
         for tensor in tensors:
             checks.require_no_graph_capture(tensor)
-        marks = [torch.cuda.current_stream(device).record_event() for device in devices]
+        marks = [accelerator.record_event(accelerator.current_stream(device)) for device in devices]
 
         def when_ready() -> None:
             for mark in marks:
                 mark.synchronize()
             call()
             for device in devices:
-                torch.cuda.current_stream(device).synchronize()
+                accelerator.current_stream(device).synchronize()
 
         return when_ready
 
-    def for_sending(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a dense tensor with the content of `tensor`; fails during a CUDA graph capture."""
+    def for_sending(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent | None]:
+        """Return a dense tensor with the content of `tensor`, and the event of the caller's work that writes it."""
+        if tensor.is_cpu:
+            return super().for_sending(tensor)
         checks.require_no_graph_capture(tensor)
-        return super().for_sending(tensor)
+        return buffers.pack(tensor), _end_of_work(tensor)
 
-    def for_receiving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Call]:
-        """Return a dense tensor to receive the content of `tensor`, and a call that copies it into `tensor`."""
+    def for_receiving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent | None, Deliver]:
+        """Return a dense tensor to receive into, the event of the caller's work that uses it, and the copy of it."""
+        if tensor.is_cpu:
+            return super().for_receiving(tensor)
         checks.require_no_graph_capture(tensor)
-        return super().for_receiving(tensor)
+        output_buffer = buffers.output_buffer(tensor)
+
+        def deliver() -> DeviceEvent | None:
+            if output_buffer is tensor:
+                return None
+            tensor.detach().copy_(output_buffer)
+            return _end_of_work(tensor)
+
+        return output_buffer, _end_of_work(tensor), deliver
+
+
+def _end_of_work(tensor: torch.Tensor) -> DeviceEvent:
+    """Return the event at the end of the current stream's work on the tensor's device."""
+    return accelerator.record_event(accelerator.current_stream(tensor.device))

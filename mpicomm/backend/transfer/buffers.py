@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mpicomm.devices import accelerator
+
 Tensors = Sequence[torch.Tensor]
 
 
@@ -43,9 +45,9 @@ def unpack(dense: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def synchronize_stream(tensor: torch.Tensor) -> None:
-    """Synchronise this thread's current stream on the tensor's GPU: MPI calls are not ordered by CUDA streams."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+    """Synchronise this thread's current stream on the tensor's GPU: MPI calls are not ordered by streams."""
+    if not tensor.is_cpu:
+        accelerator.current_stream(tensor.device).synchronize()
 
 
 def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:

@@ -196,12 +196,12 @@ def all_to_all(
 
 
 def send(comm: Intracomm, dense: torch.Tensor, dst: int, tag: int) -> Request:
-    """Start a non-blocking send."""
+    """Start a non-blocking send; if `dense` is on a GPU, the GPU has written it."""
     return _post(comm.Isend, dense, dst, tag)
 
 
 def receive(comm: Intracomm, dense: torch.Tensor, src: int, tag: int) -> Request:
-    """Start a non-blocking receive."""
+    """Start a non-blocking receive; if `dense` is on a GPU, the GPU no longer uses it."""
     return _post(comm.Irecv, dense, src, tag)
 
 
@@ -211,7 +211,8 @@ def received_count(status: Any, dtype: torch.dtype) -> int:
 
 
 def _post(call: Callable[..., Request], dense: torch.Tensor, peer: int, tag: int) -> Request:
-    memory, count, datatype = spec(dense)
+    memory, count = _api().memory.fromaddress(dense.data_ptr(), dense.nbytes), dense.numel()
+    datatype = dtypes.carrier(dense.dtype)
     if count <= largest_count():
         return call((memory, count, datatype), peer, tag)
     whole = datatype.Create_contiguous(count).Commit()
@@ -258,6 +259,8 @@ def _messages(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[in
     After an exception, for example of a signal handler, MPI may still read and write the blocks.
     """
     tag = largest_tag() + 2
+    for block in (*sends.values(), *receives.values()):
+        buffers.synchronize_stream(block)
     requests = [receive(comm, block, src, tag) for src, block in receives.items() if src != comm.rank]
     requests += [send(comm, block, dst, tag) for dst, block in sends.items() if dst != comm.rank]
     if comm.rank in sends:
@@ -275,7 +278,7 @@ def _messages(comm: Intracomm, sends: dict[int, torch.Tensor], receives: dict[in
 
 def spec(dense: torch.Tensor, datatype: Datatype | None = None) -> Spec:
     """Return mpi4py's buffer specification of a dense tensor; the tensor must outlive its use."""
-    if dense.is_cuda:
+    if not dense.is_cpu:
         buffers.synchronize_stream(dense)
     memory = _api().memory.fromaddress(dense.data_ptr(), dense.nbytes)
     return memory, dense.numel(), dtypes.carrier(dense.dtype) if datatype is None else datatype

@@ -1,0 +1,93 @@
+"""Messages that wait for a device before MPI receives them: their order, the wait, and errors of the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mpicomm.backend.execution.posting_queue import PostingQueue
+
+
+class Event:
+    """An event of a device that reaches it when the test says so."""
+
+    def __init__(self) -> None:
+        self._is_reached = threading.Event()
+        self.error: Exception | None = None
+
+    def reach(self) -> None:
+        self._is_reached.set()
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self._is_reached.is_set()
+
+    def synchronize(self) -> None:
+        if self.error is not None:
+            raise self.error
+        assert self._is_reached.wait(10)
+
+
+class Message:
+    def __init__(self, queue: PostingQueue) -> None:
+        self._queue = queue
+        self.error: Exception | None = None
+
+    def start(self, post: Callable[[], Any]) -> None:
+        assert self._queue.waiting, "a later message would be faster"
+        try:
+            post()
+        except ValueError as error:
+            self.error = error
+
+
+def test_messages_keep_the_order_of_the_calls() -> None:
+    queue, first, third, posted = PostingQueue(), Event(), Event(), []
+    for number, event in enumerate((first, None, third)):
+        queue.add(event, lambda number=number: posted.append(number), Message(queue))
+    queue.post_ready()
+    assert posted == []
+    first.reach()
+    queue.post_ready()
+    assert posted == [0, 1]
+    third.reach()
+    queue.post_ready()
+    assert posted == [0, 1, 2]
+    assert not queue.waiting
+
+
+def test_a_thread_that_waits_posts_all_messages() -> None:
+    queue, event, posted = PostingQueue(), Event(), []
+    queue.add(event, lambda: posted.append(event.query()), Message(queue))
+    timer = threading.Timer(0.05, event.reach)
+    timer.start()
+    queue.post_all()
+    timer.join()
+    assert posted == [True]
+
+
+def test_a_thread_that_posts_does_not_stop_another_one_that_does_not_wait() -> None:
+    queue, event, posted = PostingQueue(), Event(), []
+    queue.add(event, lambda: posted.append(1), Message(queue))
+    waiting = threading.Thread(target=queue.post_all)
+    waiting.start()
+    queue.post_ready()
+    assert posted == []
+    event.reach()
+    waiting.join()
+    assert posted == [1]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_error_of_the_device_is_that_of_the_message(waits: bool) -> None:
+    queue, event, posted = PostingQueue(), Event(), []
+    message, event.error = Message(queue), ValueError("the kernel failed")
+    queue.add(event, lambda: posted.append(1), message)
+    (queue.post_all if waits else queue.post_ready)()
+    assert posted == []
+    assert message.error is event.error
+    assert not queue.waiting
