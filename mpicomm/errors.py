@@ -3,7 +3,7 @@
 MpicommError
 |-- LaunchError        the launcher, the environment or an earlier init_process_group() prevents one job
 |-- MPINotFoundError   mpi4py or the MPI library that it loads is missing
-|-- DeviceError        the requested device does not exist, or, with NCCL, a rank has no GPU or shares one
+|-- DeviceError        the requested device does not exist, or, with NCCL or the like, a rank has no GPU or shares one
 |-- RendezvousError    the rendezvous timed out, or ranks cannot reach rank 0
 |-- RankFailedError    ranks of the job have failed; recover() continues without them
 |-- CheckpointError    a checkpoint cannot be written or read, or belongs to another model
@@ -46,7 +46,7 @@ class MPINotFoundError(MpicommError, ImportError):
 
 
 class DeviceError(MpicommError):
-    """The requested device does not exist, or, with NCCL, a rank has no GPU or shares one with another rank."""
+    """The requested device does not exist, or, with NCCL or the like, a rank has no GPU or shares one with another."""
 
 
 class RendezvousError(MpicommError, TimeoutError):

@@ -13,13 +13,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mpicomm import host_info, mpi
 from mpicomm.backend.gpu import probe
 from mpicomm.collective_ops import collectives
+from mpicomm.devices import accelerator, vendors
 from mpicomm.errors import MPINotFoundError
-from mpicomm.job import devices
+from mpicomm.job import plan
 from mpicomm.job.session import World
 from mpicomm.launch import known_launchers
 from mpicomm.launch.known_launchers import Launcher
@@ -68,15 +67,15 @@ def gather(world: World) -> list[JobInfo]:
 def collect(world: World) -> JobInfo:
     """Return the information about this rank."""
     cpus = os.sched_getaffinity(0)
-    is_gpu = world.device.type == "cuda"
+    index = world.device.index  # None for the CPU
     return JobInfo(
         rank=world.rank,
         host=world.hostname,
         node_rank=world.node_rank,
         local_rank=world.local_rank,
         device=str(world.device),
-        device_name=torch.cuda.get_device_name(world.device) if is_gpu else "",
-        uuid=devices.visible_gpus()[world.device.index] if is_gpu else "",
+        device_name="" if index is None else accelerator.device_name(world.device),
+        uuid="" if index is None else vendors.vendor().uuid(index),
         cpus=rank_text.ranges(cpus),
         numa_nodes=rank_text.ranges(numa_nodes(cpus, _NODES)),
         software=_software(world),
@@ -162,14 +161,19 @@ def _software(world: World) -> dict[str, str]:
         software["shared memory"] = _shared_memory(Settings.from_environ(os.environ))
     else:
         software["MPI"] = "not in use"
-    if world.device.type == "cuda":
-        software["CUDA"] = torch.version.cuda or torch.version.hip or "?"
-        if torch.distributed.is_nccl_available():
-            software["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        if world.comm is not None:
-            software["GPU tensors"] = "CUDA-aware MPI" if probe.is_claimed(os.environ) else "staged through host memory"
+    if world.device.type != "cpu":
+        software |= vendors.vendor().versions()
+        if library := plan.vendor_library(world.backend):
+            software["GPU tensors"] = library
+        elif world.comm is not None:
+            software["GPU tensors"] = _gpu_transport()
     software["backend"] = world.backend or "none"
     return software | _variables_of_torch("OMP_NUM_THREADS", _THP)
+
+
+def _gpu_transport() -> str:
+    """Return how MPI transfers GPU tensors."""
+    return f"{vendors.vendor().name}-aware MPI" if probe.is_claimed(os.environ) else "staged through host memory"
 
 
 def _shared_memory(settings: Settings) -> str:

@@ -19,10 +19,11 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpicomm import host_info
 from mpicomm.arguments import Deadline
 from mpicomm.errors import LaunchError, MpicommError, MPINotFoundError
 from mpicomm.launch.mpi_library import Library
@@ -121,7 +122,12 @@ def library() -> Library:
 
 
 def initialize(
-    local_size: int = 1, wait_limit: float = 600.0, *, all_ranks_call: bool = False, is_single: bool = False
+    local_size: int = 1,
+    wait_limit: float = 600.0,
+    *,
+    all_ranks_call: bool = False,
+    is_single: bool = False,
+    takes_gpu_tensors: bool = True,
 ) -> Intracomm:
     """Initialise MPI if it is not initialised, and return MPI_COMM_WORLD (collective, if MPI was not initialised).
 
@@ -131,6 +137,7 @@ def initialize(
         wait_limit: Seconds in MPI_Init after which the process ends, if other ranks are absent.
         all_ranks_call: Whether all ranks of the job call this, also those on which MPI was initialised before.
         is_single: Whether the process is a job of its own, also if a rank has started it.
+        takes_gpu_tensors: Whether MPI is to support addresses of GPU memory.
 
     Raises:
         MpicommError: If this is a child process of a rank, where MPI must not be used, or MPI is finalised.
@@ -148,9 +155,11 @@ def initialize(
     # 2. initialise MPI
     if not mpi.Is_initialized():
         _check_connection_to_launcher(is_single=is_single)
+        variables = dict(_gpu_variables(takes_gpu_tensors=takes_gpu_tensors))
         if local_size > _cores_of_node():
-            for name, value in _YIELD_VARIABLES.items():
-                os.environ.setdefault(name, value)
+            variables |= _YIELD_VARIABLES
+        for name, value in variables.items():
+            os.environ.setdefault(name, value)
         atexit.register(finalize)  # exit handlers run last in, first out: this one after those of the users of MPI
         with warnings.catch_warnings():  # `launch.detect` reports the same problem, with the remedy
             warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
@@ -160,6 +169,13 @@ def initialize(
         _fence_after_mpi_init()
     _hide_launcher_connection()
     return mpi.COMM_WORLD
+
+
+def _gpu_variables(*, takes_gpu_tensors: bool) -> Mapping[str, str]:
+    """Return the variables with which MPI_Init enables or disables GPU buffers; none on a host without GPUs."""
+    if not host_info.gpus(os.environ):
+        return {}
+    return library().gpu_environ(Path("/proc/self/maps").read_text(), takes_gpu_tensors=takes_gpu_tensors)
 
 
 def _hide_launcher_connection() -> None:
@@ -243,13 +259,14 @@ def _fence_after_mpi_init() -> None:
             poll(lambda: any(_fence_time), _FENCE_SECONDS)
 
 
-def job_comm(*, all_ranks_call: bool = False) -> Intracomm:
+def job_comm(*, all_ranks_call: bool = False, takes_gpu_tensors: bool = True) -> Intracomm:
     """Return the job's communicator: bootstrap()'s, or MPI_COMM_WORLD if torch was initialised without bootstrap().
 
     Args:
         all_ranks_call: Whether all ranks of the job call this.
+        takes_gpu_tensors: Whether MPI is to support addresses of GPU memory, if this initialises it.
     """
-    return _job_comm or initialize(all_ranks_call=all_ranks_call)
+    return _job_comm or initialize(all_ranks_call=all_ranks_call, takes_gpu_tensors=takes_gpu_tensors)
 
 
 def ranks_within(comm: Intracomm, base: Intracomm) -> list[int]:

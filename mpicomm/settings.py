@@ -64,9 +64,9 @@ class Settings:
     files; default mpicomm-dumps."""
 
     gpu_aware: str = "auto"
-    """Whether MPI receives the addresses of tensors on GPUs (CUDA-aware MPI). 1: even if the library does not report
+    """Whether MPI receives the addresses of tensors on GPUs (GPU-aware MPI). 1: even if the library does not report
     support; auto (the default): only if it does. Both require a test at the creation of a group to pass. 0: tensors
-    are staged through host memory. NCCL is not affected."""
+    are staged through host memory. Vendors' libraries, such as NCCL, are not affected."""
 
     gpu_chunk_kib: int = _GPU_CHUNK_KIB
     """Size in KiB of the chunks in which tensors are staged: MPI sends one chunk while the next is copied from the GPU;

@@ -555,27 +555,46 @@ def with_extra_timeout(timeout: datetime.timedelta) -> datetime.timedelta:
     return timeout + _NCCL_EXTRA_SECONDS
 
 
-def make_nccl(
-    name: str, store: dist.Store, rank: int, ranks: Sequence[int], timeout: datetime.timedelta, nccl_options: Any
+def make_vendor_backend(
+    backend: str,
+    name: str,
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    timeout: datetime.timedelta,
+    options: Any,
 ) -> Any:
-    """Create the NCCL backend of a group.
+    """Create the backend of a group over a vendor's library, one of torch's own or of an extension of torch.
 
     Args:
+        backend: torch's name of it, such as `nccl`.
+        name: The name of the group.
+        store: The store of the group.
         rank: The rank of this process in the group.
         ranks: The members' ranks in the job.
         timeout: Timeout of an operation.
-        nccl_options: The user's `ProcessGroupNCCL.Options`, or None.
+        options: The user's options, such as `ProcessGroupNCCL.Options`, or None.
 
     Raises:
-        RuntimeError: If torch was built without NCCL.
+        RuntimeError: If this torch does not have the backend.
     """
-    if not dist.is_nccl_available():
-        raise RuntimeError("this torch was built without NCCL.\nUse backend='mpi', or install a CUDA build of torch.")
-    nccl = nccl_options or dist.ProcessGroupNCCL.Options()
-    nccl._timeout = with_extra_timeout(timeout)
-    nccl.global_ranks_in_group = list(ranks)
-    nccl.group_name = name
-    return dist.ProcessGroupNCCL(store, rank, len(ranks), nccl)
+    if not dist.is_backend_available(backend):
+        title = backend.upper()
+        raise RuntimeError(
+            f"this torch was built without {title}.\nUse backend='mpi', or install a build of torch with {title}."
+        )
+    longer = with_extra_timeout(timeout)
+    if (plugin := dist.Backend._plugins.get(backend.upper())) is None:
+        kind = getattr(dist, f"ProcessGroup{backend.upper()}")
+        options = options or kind.Options()
+        options._timeout, options.global_ranks_in_group, options.group_name = longer, list(ranks), name
+        return kind(store, rank, len(ranks), options)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, len(ranks), longer)
+    described = dist.distributed_c10d._DistributedBackendOptions()
+    described.store, described.group_rank, described.group_size = store, rank, len(ranks)
+    described.timeout, described.group_id, described.global_ranks_in_group = longer, name, list(ranks)
+    return plugin.creator_fn(described, options)
 
 
 def restart_group_names() -> None:

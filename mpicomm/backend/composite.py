@@ -21,13 +21,15 @@ MakeInner = Callable[[Executor, str, dist.Store], Any]
 """Creates the inner backend of a group from its executor, its name and its own store."""
 
 
-def nccl_maker(backend_options: Any) -> MakeInner:
-    """Return the function that creates the NCCL backend of a group, with the user's options or None."""
+def vendor_maker(backend: str, backend_options: Any) -> MakeInner:
+    """Return the function that creates the vendor's backend of a group, with the user's options or None."""
 
     def make_inner(executor: Executor, name: str, store: dist.Store) -> Any:
         timeout = datetime.timedelta(seconds=executor.record.timeout)
         ranks = executor.record.ranks
-        return torch_internals.make_nccl(name, store, executor.comm.rank, ranks, timeout, backend_options)
+        return torch_internals.make_vendor_backend(
+            backend, name, store, executor.comm.rank, ranks, timeout, backend_options
+        )
 
     return make_inner
 

@@ -40,7 +40,8 @@ def make_for_torch(options: Any, *, takes_gpu_tensors: bool) -> Executor:
     name, seconds = options.group_id, options.timeout.total_seconds()
     if ranks := list(options.global_ranks_in_group):
         return make(name, ranks, seconds, takes_gpu_tensors=takes_gpu_tensors)
-    rank, size, world = options.group_rank, options.group_size, mpi.job_comm(all_ranks_call=True)
+    world = mpi.job_comm(all_ranks_call=True, takes_gpu_tensors=takes_gpu_tensors)
+    rank, size = options.group_rank, options.group_size
     if (rank, size) not in ((world.rank, world.size), (-1, -1)):
         raise MpicommError(
             f"torch.distributed received rank {rank} of {size}, but the MPI rank is {world.rank} of {world.size}.\n"

@@ -14,14 +14,13 @@ TYPE_CHECKING = False  # as in mpicomm/__init__.py
 if TYPE_CHECKING:
     import importlib.machinery
     import types
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from mpicomm.backend.composite import CompositeProcessGroup
     from mpicomm.backend.process_group import MPIProcessGroup
 
 NAME = "mpicomm"
-NAME_WITH_NCCL = "mpicomm_nccl"
 
 _TORCH = "torch.distributed"
 _is_registered = False
@@ -35,25 +34,67 @@ def register() -> None:
     From torch 2.14 on, this also registers the name `mpi`, if torch itself was built without MPI.
     """
     global _is_registered  # noqa: PLW0603  torch's table of backends is global to the process, and so is this flag
-    # This may run during torch's own import: use nothing but its distributed package here.
+    # This may run during torch's own import: use nothing but its distributed package and torch.accelerator here.
     import torch.distributed as dist
 
     if _is_registered or not dist.is_available():
         return
     _is_registered = True
-    creators = {NAME: _create_mpi, NAME_WITH_NCCL: _create_with_nccl}
+    from mpicomm.devices import accelerator
+
+    _register(NAME, _create_mpi)
     if _name_mpi_is_free():
-        creators["mpi"] = _create_mpi
-    for name, create in creators.items():
-        dist.Backend.register_backend(name, create, extended_api=True, devices=_devices_of_build())
-        _names.append(name)
+        _register("mpi", _create_mpi)
+    for vendor in accelerator.known_vendor_backends():
+        register_beside(vendor)
+    _set_device_types(accelerator.device_type())
 
 
-def _devices_of_build() -> list[str]:
-    """Return the device types of this torch build; it is too early to query for a GPU during the import of torch."""
-    from torch import version
+def register_beside(vendor: str) -> str:
+    """Register the backend over MPI that passes the tensors of one device type to the vendor's library.
 
-    return ["cpu", "cuda"] if version.cuda or getattr(version, "hip", None) else ["cpu"]
+    Args:
+        vendor: The device type and the vendor's backend, such as `cuda:nccl`.
+
+    Returns:
+        The name of the registered backend, such as `mpicomm_nccl`.
+    """
+    device_type, _, backend = vendor.partition(":")
+    name = f"{NAME}_{backend}"
+
+    def create(options: Any, backend_options: Any) -> CompositeProcessGroup:
+        return _create_beside(name, device_type, backend, options, backend_options)
+
+    if name not in _names:
+        _register(name, create)
+    return name
+
+
+def _register(name: str, create: Callable[[Any, Any], Any]) -> None:
+    import torch.distributed as dist
+
+    # Not for the accelerator: torch would choose this backend as the default of a device without another one, and keep
+    # it when the vendor's backend is registered.
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    _names.append(name)
+
+
+def update_device_types() -> None:
+    """List the accelerator as a device type of the backends if this process sees a device.
+
+    An extension may have added the accelerator since `register`. Without a device it must not be listed: a
+    ShardedTensor gathers on any device type that is listed besides the CPU. Calls the driver: MPI_Init comes before.
+    """
+    from mpicomm.devices import accelerator
+
+    _set_device_types(accelerator.device_type() if accelerator.is_available() else None)
+
+
+def _set_device_types(device_type: str | None) -> None:
+    import torch.distributed as dist
+
+    for name in _names:
+        dist.Backend.backend_capability[name] = ["cpu"] if device_type is None else ["cpu", device_type]
 
 
 def _name_mpi_is_free() -> bool:
@@ -109,9 +150,9 @@ def create(options: Any, backend_name: str) -> MPIProcessGroup:
     from mpicomm.backend import groups
     from mpicomm.backend.process_group import MPIProcessGroup
 
-    _forget_absent_gpus()
     with torch_compatibility.blame_untested_torch():
         executor = groups.make_for_torch(options, takes_gpu_tensors=MPIProcessGroup.takes_gpu_tensors)
+        update_device_types()
         return MPIProcessGroup(executor, options.group_id, backend_name, options.store)
 
 
@@ -119,22 +160,15 @@ def _create_mpi(options: Any, _backend_options: Any) -> MPIProcessGroup:
     return create(options, NAME)
 
 
-def _create_with_nccl(options: Any, backend_options: Any) -> CompositeProcessGroup:
-    """Create a process group over MPI that uses NCCL for CUDA tensors (collective over its ranks)."""
+def _create_beside(
+    name: str, device_type: str, backend: str, options: Any, backend_options: Any
+) -> CompositeProcessGroup:
+    """Create a process group over MPI that passes GPU tensors to the vendor's library (collective over its ranks)."""
     from mpicomm.backend import groups
-    from mpicomm.backend.composite import CompositeProcessGroup, nccl_maker
+    from mpicomm.backend.composite import CompositeProcessGroup, vendor_maker
 
-    _forget_absent_gpus()
     with torch_compatibility.blame_untested_torch():
         executor = groups.make_for_torch(options, takes_gpu_tensors=CompositeProcessGroup.takes_gpu_tensors)
-        make_inner = nccl_maker(backend_options)
-        return CompositeProcessGroup(executor, options.group_id, NAME_WITH_NCCL, options.store, "cuda", make_inner)
-
-
-def _forget_absent_gpus() -> None:
-    """Remove `cuda` if there is no GPU: a ShardedTensor gathers on any device that is registered besides the CPU."""
-    import torch
-    import torch.distributed as dist
-
-    for name in () if torch.cuda.is_available() else _names:
-        dist.Backend.backend_capability[name] = ["cpu"]
+        update_device_types()
+        make_inner = vendor_maker(backend, backend_options)
+        return CompositeProcessGroup(executor, options.group_id, name, options.store, device_type, make_inner)

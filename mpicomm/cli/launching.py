@@ -55,8 +55,6 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     # 2. the MPI library and the allocation
     environment.refuse_ranks(environ, [name for _, name in terminal.processes_above()])
     library, job = mpi.library(), queries.current_allocation(environ)
-    if machine.gpus or (job is not None and job.has_gpus):
-        environ = {**library.gpu_environ(Path("/proc/self/maps").read_text()), **environ}
     if job is None:
         request, environ = _on_operator_hosts(request, library, environ)
     # 3. the scheduler's launcher, or the library's mpiexec

@@ -9,6 +9,10 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
+import torch.accelerator  # this module may be imported during torch's own import
+import torch.distributed as dist
+
+_HOST_BACKENDS = ("gloo", "mpi", "fake")  # torch has them for devices whose vendor has no library of its own
 
 
 def device_type() -> str | None:
@@ -110,3 +114,21 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
         torch.accelerator.set_stream(previous)
         if device != stream.device.index:  # only then: setting a device may create a context on it
             torch.accelerator.set_device_index(device)
+
+
+def vendor_backend() -> str:
+    """Return this torch's accelerator and the backend of its vendor's library, such as `cuda:nccl`; empty without one.
+
+    Does not call the driver.
+    """
+    device = device_type()
+    backend = dist.Backend.default_device_backend_map.get(device or "")
+    if backend is None or backend in _HOST_BACKENDS or not dist.is_backend_available(backend):
+        return ""
+    return f"{device}:{backend}"
+
+
+def known_vendor_backends() -> list[str]:
+    """Return the backends of all vendors' libraries that torch knows, such as `cuda:nccl`, also those that it lacks."""
+    backends = dist.Backend.default_device_backend_map.items()
+    return [f"{device}:{backend}" for device, backend in backends if device != "cpu" and backend not in _HOST_BACKENDS]

@@ -54,8 +54,9 @@ def check(facts: Facts) -> list[Finding]:
 def check_job(world: World, facts: Facts) -> tuple[list[Finding], list[Link]]:
     """Return the findings about all ranks, and the links between them; the same on every rank (collective)."""
     from mpicomm.collective_ops import collectives
+    from mpicomm.devices import assignment
     from mpicomm.doctor import job_check, links
-    from mpicomm.job import devices, interfaces
+    from mpicomm.job import interfaces
 
     # 1. the findings and the facts of each rank
     own_findings = check(facts)
@@ -73,7 +74,7 @@ def check_job(world: World, facts: Facts) -> tuple[list[Finding], list[Link]]:
         processors=dataclasses.replace(facts[processor_check], local_size=world.local_size),
         interfaces=facts[network_check].interfaces,
         interface_to_rank_0=interfaces.towards(world.master_addr),
-        gpus=tuple(devices.visible_gpus()),
+        gpus=tuple(assignment.visible_devices()),
     )
     gathered = collectives.all_gather_object((own_findings, rank_facts))
     findings_by_rank = [rank_findings for rank_findings, _ in gathered]

@@ -49,13 +49,15 @@ def bootstrap(
     MASTER_PORT are set, and this rank's GPU, if any, is the current device. A second call returns the same World.
 
     Args:
-        backend: "auto" (MPI, with NCCL for GPU tensors if every rank has its own GPU; Gloo and NCCL under torchrun),
-            "mpi", "nccl", "gloo", "cpu:mpi,cuda:nccl", "cpu:gloo,cuda:nccl", or None to create the store and set the
+        backend: "auto" (MPI, with the vendor's library, such as NCCL, for GPU tensors if every rank has its own GPU;
+            Gloo and that library under torchrun), "mpi", "gloo", "nccl", "cpu:mpi,cuda:nccl", "cpu:gloo,cuda:nccl", the
+            same with "xpu:xccl" or the backend of an extension of torch, or None to create the store and set the
             variables without a process group.
         timeout: The timeout of operations and `recover()`, and of the wait for ranks, in seconds or as a timedelta. By
             default 30 minutes for operations (torch's default), and 10 minutes for ranks.
         comm: An mpi4py communicator of the ranks that form the job; all ranks by default.
-        device: The device of this rank; by default chosen among the visible GPUs.
+        device: The device of this rank, such as "cpu", "cuda:1", "xpu:0" or the index of a GPU; by default chosen among
+            the visible GPUs.
         abort_on_error: Whether an unhandled exception on this rank aborts the whole job.
         on_failure: The reaction to the death of a rank: "abort" aborts the job; with "recover", the operations of the
             other ranks raise RankFailedError, and `recover()` continues without the failed rank. "recover" requires
@@ -69,7 +71,8 @@ def bootstrap(
         LaunchError: If the launcher, the environment (including MPICOMM_* variables) or an earlier
             init_process_group() prevents one job; with "recover", if the ranks run without ULFM.
         MPINotFoundError: If MPI is needed, and mpi4py or an MPI library is missing.
-        DeviceError: If a device does not exist, or, with NCCL, a rank has no GPU or shares one with another rank.
+        DeviceError: If a device does not exist, or, with a vendor's library, a rank has no GPU or shares one with
+            another rank.
         RendezvousError: If ranks do not arrive within the timeout, or cannot reach rank 0.
         MpicommError: If this is a child process of a rank, the ranks pass different backends, or this version of torch
             is not supported.
@@ -101,7 +104,7 @@ def bootstrap(
     if launch.kind in ("torchrun", "slurm"):
         job = torchrun_job.join(request, launch, settings.hang_seconds)
     else:
-        base = mpi_job.initialize(request, launch, settings.hang_seconds)
+        base = mpi_job.initialize(request, launch, settings)
         if abort_on_error:  # from here on, a failing rank must not leave the others waiting
             session_setup.arm_abort(base.rank, base.size, base)
         job = mpi_job.join(base, request, launch, settings, error_output.print_stderr)

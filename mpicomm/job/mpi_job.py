@@ -20,11 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch.distributed as dist
-
 from mpicomm import agreement, mpi, native, topology
+from mpicomm.devices import accelerator, assignment
 from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
-from mpicomm.job import devices, plan, rendezvous, start_timer
+from mpicomm.job import plan, rendezvous, start_timer
 from mpicomm.job.plan import JoinedJob, Plan
 from mpicomm.job.start_request import StartRequest, this_command
 from mpicomm.launch import allocation, detect, mpi_operator, queries
@@ -54,11 +53,11 @@ class _Facts:
     settings: dict[str, Any]
     """The arguments of `bootstrap`, and the variables, that must be the same on every rank."""
 
-    gpus: dict[str, int]
-    """The UUIDs of the GPUs that this rank may use, with their indices."""
+    devices: dict[str, int]
+    """What identifies the devices that this rank may use, with their indices."""
 
-    has_nccl: bool
-    """Whether torch was built with NCCL."""
+    vendor: str
+    """The backend of the vendor's library that this torch has, such as `cuda:nccl`; empty without one."""
 
     why_cpu: str | None
     """Why this rank cannot use the GPUs that it was assigned, or None."""
@@ -67,11 +66,10 @@ class _Facts:
     """Whether shared memory is enabled, but the C library that it requires was not built."""
 
 
-def initialize(request: StartRequest, launch: Launch, hang_seconds: float) -> Intracomm:
+def initialize(request: StartRequest, launch: Launch, settings: Settings) -> Intracomm:
     """Initialise MPI, and return the communicator of the ranks that form the job (collective).
 
-    Args:
-        hang_seconds: Seconds after which a notice names missing ranks.
+    Nothing before this calls the driver of a GPU.
 
     Raises:
         LaunchError: If this process cannot join the job of its launcher.
@@ -80,10 +78,17 @@ def initialize(request: StartRequest, launch: Launch, hang_seconds: float) -> In
         raise _launch_error(launch, problem)
     limit = max(request.join_timeout_seconds, _SHORTEST_INIT)
     is_single = launch.kind == "single"
-    seconds = start_timer.seconds_before_notice(hang_seconds, limit)
+    seconds = start_timer.seconds_before_notice(settings.hang_seconds, limit)
+    takes_gpu_tensors = plan.mpi_takes_gpu_tensors(request.backend, accelerator.vendor_backend(), settings.gpu_aware)
     with start_timer.report_missing_after(seconds, launch, "MPI_Init", limit):
         all_ranks_call = request.comm is None and not is_single
-        world = mpi.initialize(launch.local_size, limit, all_ranks_call=all_ranks_call, is_single=is_single)
+        world = mpi.initialize(
+            launch.local_size,
+            limit,
+            all_ranks_call=all_ranks_call,
+            is_single=is_single,
+            takes_gpu_tensors=takes_gpu_tensors,
+        )
     if world.size == 1:  # MPI has connected no other rank to which this one could report the error
         _check_launch(launch)
     return request.comm or (mpi.api().COMM_SELF if is_single else world)
@@ -120,11 +125,11 @@ def join(
     def collect() -> _Facts:
         _check_launch(launch)
         request.refuse_other_group()
-        gpus = devices.usable_gpus(request.device)
+        usable, vendor = assignment.usable_devices(request.device), accelerator.vendor_backend()
         assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
-        why_cpu = devices.why_unusable(assigned)
+        why_cpu = assignment.why_unusable(assigned)
         lacks_library = settings.shared_memory and settings.native and c_library.load() is None
-        return _Facts(socket.gethostname(), node, same, gpus, dist.is_nccl_available(), why_cpu, lacks_library)
+        return _Facts(socket.gethostname(), node, same, usable, vendor, why_cpu, lacks_library)
 
     # 3. the plan of rank 0
     def decide(facts: list[_Facts]) -> Plan:
@@ -134,16 +139,19 @@ def join(
         hosts, nodes = [rank_facts.hostname for rank_facts in facts], [rank_facts.node for rank_facts in facts]
         if request.comm is None:
             _refuse_unused_hosts(os.environ, hosts)
-        uuids = devices.assign_on_nodes([rank_facts.gpus for rank_facts in facts], nodes)
-        indices = [None if uuid is None else facts[rank].gpus[uuid] for rank, uuid in enumerate(uuids)]
+        assigned = assignment.assign_on_nodes([rank_facts.devices for rank_facts in facts], nodes)
+        indices = [
+            None if identity is None else facts[rank].devices[identity] for rank, identity in enumerate(assigned)
+        ]
+        vendors = {rank_facts.vendor for rank_facts in facts}
         backend = plan.choose_backend(
             request.backend,
             has_mpi=True,
-            gpu_each=plan.has_gpu_each(uuids, hosts),
-            has_nccl=all(rank_facts.has_nccl for rank_facts in facts),
+            device_each=plan.has_device_each(assigned, hosts),
+            vendor=vendors.pop() if len(vendors) == 1 else "",
         )
-        if plan.needs_nccl(backend):
-            devices.refuse_shared(uuids, hosts, [rank_facts.why_cpu for rank_facts in facts])
+        if library := plan.vendor_library(backend):
+            assignment.refuse_shared(assigned, hosts, library, [rank_facts.why_cpu for rank_facts in facts])
         return Plan(hosts, nodes, comm.size - num_spares, backend, indices, warnings=_warnings(facts, backend))
 
     if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):
@@ -169,8 +177,8 @@ def rejoin(comm: Intracomm, size: int, request: StartRequest, settings: Settings
     facts_of_process = (socket.gethostname(), topology.first_rank_of_node(comm), last.device.index)
 
     def decide(facts: list[tuple[str, int, int | None]]) -> Plan:
-        hosts, nodes, gpus = zip(*facts, strict=True)
-        return Plan(hosts, nodes, size, last.plan.backend, gpus)
+        hosts, nodes, indices = zip(*facts, strict=True)
+        return Plan(hosts, nodes, size, last.plan.backend, indices)
 
     # MASTER_ADDR and MASTER_PORT, if the user has set them, are those of the first rank 0, which may have failed.
     no_environ: dict[str, str] = {}
@@ -216,7 +224,8 @@ def _form(
         agreed = agreement.decide_on_rank_0(comm, collect, complete)
         for warning in agreed.warnings if comm.rank == 0 else ():
             warnings.warn(warning, stacklevel=4)
-        device = devices.select(agreed.gpus[comm.rank])
+        device = accelerator.device_at(agreed.devices[comm.rank])
+        accelerator.select(device)
         process_topology = topology.from_nodes(comm.rank, agreed.nodes, agreed.hosts)
         store, address, port = rendezvous.open_store(
             comm, process_topology, listeners, agreed.addresses, agreed.store_token, limit, connect_limit

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from mpicomm import arguments
+from mpicomm.devices import accelerator
 from mpicomm.topology import Topology
 
 if TYPE_CHECKING:
@@ -14,12 +15,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from mpi4py.MPI import Intracomm
 
-MPI, MPI_WITH_NCCL = "mpi", "cpu:mpi,cuda:nccl"
-GLOO, GLOO_WITH_NCCL, NCCL = "gloo", "cpu:gloo,cuda:nccl", "nccl"
-KNOWN_BACKENDS = ("auto", MPI, NCCL, GLOO, MPI_WITH_NCCL, GLOO_WITH_NCCL)
-BACKEND = dataclasses.replace(
-    arguments.one_of(*KNOWN_BACKENDS).or_none(), remedy="Pass one of these names, or None for no process group."
-)
+AUTO, MPI, GLOO = "auto", "mpi", "gloo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +34,8 @@ class Plan:
     backend: str | None
     """The backend of the process group; None for no process group."""
 
-    gpus: Sequence[int | None] = ()
-    """The index of every process's GPU; None for the CPU."""
+    devices: Sequence[int | None] = ()
+    """The index of every process's device; None for the CPU."""
 
     addresses: Sequence[tuple[str, int]] = ()
     """The addresses and ports at which rank 0 listens for connections of the store."""
@@ -86,32 +82,74 @@ class JoinedJob:
     """Whether this process waits to replace a failed rank."""
 
 
+def known_backends() -> list[str]:
+    """Return the names of backends that `bootstrap` accepts: with each vendor's library that torch knows."""
+    names = [AUTO, MPI, GLOO]
+    for vendor in accelerator.known_vendor_backends():
+        names += [vendor.partition(":")[2], beside_vendor(MPI, vendor), beside_vendor(GLOO, vendor)]
+    return names
+
+
+def check_backend(backend: str | None) -> None:
+    """Check the argument `backend` of `bootstrap`.
+
+    Raises:
+        ValueError: If it is unknown.
+    """
+    expected = arguments.one_of(*known_backends()).or_none()
+    remedy = "Pass one of these names, or None for no process group."
+    dataclasses.replace(expected, remedy=remedy).check(backend, "backend")
+
+
+def beside_vendor(backend: str, vendor: str) -> str:
+    """Return the backend for CPU tensors together with a vendor's, such as `cpu:mpi,cuda:nccl`."""
+    return f"cpu:{backend},{vendor}"
+
+
 def needs_mpi(backend: str | None) -> bool:
     """Return whether the backend requires MPI."""
-    return backend in (MPI, MPI_WITH_NCCL)
+    return MPI in _parts(backend)
 
 
-def needs_nccl(backend: str | None) -> bool:
-    """Return whether the backend uses NCCL for GPU tensors."""
-    return backend is not None and NCCL in backend
+def vendor_library(backend: str | None) -> str | None:
+    """Return the vendor's library to which the backend passes GPU tensors, such as NCCL; None without one."""
+    return next((part.upper() for part in _parts(backend) if part not in (AUTO, MPI, GLOO)), None)
 
 
-def choose_backend(backend: str | None, *, has_mpi: bool, gpu_each: bool, has_nccl: bool) -> str | None:
+def _parts(backend: str | None) -> list[str]:
+    return [part.rpartition(":")[2] for part in (backend or AUTO).split(",")]
+
+
+def mpi_takes_gpu_tensors(backend: str | None, vendor: str, gpu_aware: str) -> bool:
+    """Return whether MPI is to support GPU buffers. It must be known before MPI_Init, hence before "auto" is resolved.
+
+    On some systems, a process with GPU-aware MPI and a vendor's library deadlocks.
+
+    Args:
+        backend: The argument of `bootstrap`.
+        vendor: The vendor's backend that this torch has, such as `cuda:nccl`; empty without one.
+        gpu_aware: The setting of `MPICOMM_GPU_AWARE`.
+    """
+    if gpu_aware in ("0", "1"):
+        return gpu_aware == "1"
+    return not (vendor if backend == AUTO else vendor_library(backend))
+
+
+def choose_backend(backend: str | None, *, has_mpi: bool, device_each: bool, vendor: str) -> str | None:
     """Resolve "auto" to a backend; return any other backend unchanged.
 
     Args:
         has_mpi: Whether an MPI launcher started the ranks.
-        gpu_each: Whether every rank has a GPU that no other rank uses.
-        has_nccl: Whether this torch was built with NCCL.
+        device_each: Whether every rank has a device that no other rank uses.
+        vendor: The vendor's backend that torch has on all ranks, such as `cuda:nccl`; empty without one.
     """
-    if backend != "auto":
+    if backend != AUTO:
         return backend
-    if gpu_each and has_nccl:
-        return MPI_WITH_NCCL if has_mpi else GLOO_WITH_NCCL
-    return MPI if has_mpi else GLOO
+    of_cpu = MPI if has_mpi else GLOO
+    return beside_vendor(of_cpu, vendor) if device_each and vendor else of_cpu
 
 
-def has_gpu_each(uuids: Sequence[str | None], hosts: Sequence[str]) -> bool:
-    """Return whether every rank has a GPU that no other rank uses."""
-    owned = [(host, uuid) for host, uuid in zip(hosts, uuids, strict=True) if uuid is not None]
-    return len(set(owned)) == len(uuids)
+def has_device_each(identities: Sequence[str | None], hosts: Sequence[str]) -> bool:
+    """Return whether every rank has a device that no other rank uses."""
+    owned = [(host, identity) for host, identity in zip(hosts, identities, strict=True) if identity is not None]
+    return len(set(owned)) == len(identities)

@@ -37,7 +37,7 @@ class World(Topology):
     """
 
     device: torch.device
-    """The device of this rank; if it is a GPU, it is the current CUDA device."""
+    """The device of this rank; if it is a GPU, it is the current device of the accelerator."""
 
     backend: str | None
     """The backend of the process group; None if `bootstrap` created no process group."""

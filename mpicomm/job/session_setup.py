@@ -18,7 +18,8 @@ from mpicomm import mpi, torch_compatibility, torch_internals
 from mpicomm.backend import registration
 from mpicomm.backend.execution import backward_errors
 from mpicomm.backend.gpu import thread_device
-from mpicomm.job import devices, interfaces, plan, rendezvous, session
+from mpicomm.devices import vendors
+from mpicomm.job import interfaces, plan, rendezvous, session
 from mpicomm.job.plan import JoinedJob
 from mpicomm.job.session import DUMPS, Session, World
 from mpicomm.job.start_request import StartRequest
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ACCELERATE_USE_CPU = "ACCELERATE_USE_CPU"
-
-# torch's names of backends that have another name in bootstrap.
-_TORCH_NAMES = {plan.MPI: registration.NAME, plan.MPI_WITH_NCCL: registration.NAME_WITH_NCCL}
 
 
 def create(
@@ -98,7 +96,7 @@ def open_session(opened: Session) -> None:
             job=opened.name,
             spares=job.process_comm.size - job.plan.size,
             recovers=opened.failures is not None,
-            gpu=devices.visible_gpus()[job.device.index] if job.device.type == "cuda" else "",
+            gpu="" if job.device.index is None else vendors.vendor().uuid(job.device.index),
         )
         prepare = functools.partial(thread_device.prepare_thread_for_events, job.device)
         opened.watch = channel_setup.start_watchdog(
@@ -144,10 +142,12 @@ def _make_group(opened: Session) -> None:
     world, hook = opened.world, sys.excepthook
     if world.backend is None:
         return
+    name = _name_in_torch(world.backend)
+    registration.update_device_types()
     torch_internals.restart_group_names()
     with torch_compatibility.blame_untested_torch():
         dist.init_process_group(
-            _TORCH_NAMES.get(world.backend, world.backend),
+            name,
             store=dist.PrefixStore("mpicomm", opened.job.store),
             rank=world.rank,
             world_size=world.size,
@@ -155,6 +155,14 @@ def _make_group(opened: Session) -> None:
         )
     if opened.request.abort_on_error:
         sys.excepthook = hook  # torch has replaced it by one that prints the rank, which this one prints, too
+
+
+def _name_in_torch(backend: str) -> str:
+    """Return torch's name of a backend of `bootstrap`."""
+    if not plan.needs_mpi(backend):
+        return backend
+    vendor = backend.partition(",")[2]
+    return registration.register_beside(vendor) if vendor else registration.NAME
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from mpicomm import arguments
 from mpicomm.arguments import FLAG, POSITIVE, Expected, in_seconds
+from mpicomm.devices import assignment
 from mpicomm.errors import LaunchError
-from mpicomm.job import devices, plan
+from mpicomm.job import plan
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -31,7 +32,7 @@ _DEFAULT_WAIT_LIMIT = 600.0  # seconds that bootstrap waits for ranks by default
 _INIT_CALL = re.compile(r"[^#]*\binit_process_group\s*\(")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-_DEVICE = devices.EXPECTED.or_none()
+_DEVICE = assignment.EXPECTED.or_none()
 _ON_FAILURE = arguments.one_of("abort", "recover")
 _COMM = Expected(
     "an mpi4py intracommunicator or None",
@@ -62,7 +63,7 @@ class StartRequest:
             ValueError: If the backend is unknown, the timeout is out of range, or the communicator is COMM_NULL.
             TypeError: If an argument is of a wrong type.
         """
-        plan.BACKEND.check(self.backend, "backend")
+        plan.check_backend(self.backend)
         in_seconds(self.timeout, _SHORTEST_TIMEOUT, "30 minutes (operations) and 10 minutes (waiting for ranks)")
         _COMM.check(self.comm, "comm")
         _DEVICE.check(self.device, "device")

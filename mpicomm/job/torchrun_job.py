@@ -13,8 +13,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from mpicomm import missing_ranks, open_files, topology
 from mpicomm.arguments import PORT
+from mpicomm.devices import accelerator, assignment
 from mpicomm.errors import LaunchError, RendezvousError, raised_on_all_ranks
-from mpicomm.job import devices, plan, start_timer
+from mpicomm.job import plan, start_timer
 from mpicomm.job.plan import JoinedJob, Plan
 from mpicomm.job.start_request import StartRequest, this_command
 from mpicomm.launch import allocation, detect
@@ -46,11 +47,11 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
     # 3. choose the device and the backend
     ranks = topology.from_nodes(rank, nodes, hosts)
     device = _device(request, ranks.local_rank)
+    accelerator.select(device)
     if rank == 0:
         _warn(request, launch)
-    backend = plan.choose_backend(
-        request.backend, has_mpi=False, gpu_each=device.type == "cuda", has_nccl=dist.is_nccl_available()
-    )
+    has_device, vendor = device.type != "cpu", accelerator.vendor_backend()
+    backend = plan.choose_backend(request.backend, has_mpi=False, device_each=has_device, vendor=vendor)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return JoinedJob(
         plan=Plan(hosts, nodes, size, backend),
@@ -94,16 +95,16 @@ def _argument_that_needs_mpi(request: StartRequest) -> str:
 def _warn(request: StartRequest, launch: Launch) -> None:
     assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
     of_agents = detect.warning_of_agents(os.environ) if launch.kind == "torchrun" and not launch.forced else None
-    for warning in (of_agents, devices.why_unusable(assigned)):
+    for warning in (of_agents, assignment.why_unusable(assigned)):
         if warning is not None:
             warnings.warn(warning, stacklevel=4)
 
 
 def _device(request: StartRequest, local_rank: int) -> torch.device:
-    if request.device is None:
-        return devices.select(local_rank % torch.cuda.device_count() if torch.cuda.is_available() else None)
-    wanted = devices.parse(request.device)
-    return devices.select(wanted.index if wanted.type == "cuda" else None)
+    if request.device is not None:
+        return assignment.parse(request.device)
+    count = accelerator.count()
+    return accelerator.device_at(local_rank % count if count else None)
 
 
 def _open_store(launch: Launch, wait_limit: float) -> tuple[dist.Store, int, int]:

@@ -46,7 +46,6 @@ class SlurmAllocation:
     """The user's --cpus-per-task; None if not set."""
     groups: int = 1
     """Number of components of a heterogeneous job; SLURM_* describe only the first one."""
-    has_gpus: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     title = "Slurm"
     launcher = "srun"
@@ -75,7 +74,6 @@ class SlurmAllocation:
             cpus=_repeated(environ.get("SLURM_JOB_CPUS_PER_NODE", "")),
             cpus_per_task=_number(environ, "SLURM_CPUS_PER_TASK"),
             groups=groups,
-            has_gpus=bool(gpus or environ.get("SLURM_JOB_GPUS")),
         )
 
 
@@ -91,8 +89,6 @@ class HostAllocation:
     """NCPUS: CPUs of PBS's first chunk, or the number of threads that each of its ranks should use; 0 if not set."""
 
     launcher = "mpicomm run"
-    has_gpus = False
-    """Neither PBS nor LSF reports them."""
 
     @property
     def ranks(self) -> int:
@@ -142,11 +138,6 @@ class FluxAllocation:
     def ranks(self) -> int:
         """Default number of ranks: one per GPU, or one per core without GPUs."""
         return self.gpus or self.cores
-
-    @property
-    def has_gpus(self) -> bool:
-        """Whether the instance has GPUs."""
-        return self.gpus > 0
 
     @classmethod
     def from_output(cls, text: str) -> FluxAllocation:

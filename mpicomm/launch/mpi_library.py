@@ -47,7 +47,9 @@ class Implementation:
     gpu_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Enables GPU buffers; Open MPI and UCX detect GPUs themselves."""
     gpu_library: str = ""
-    """The library that a program must have loaded: otherwise Cray MPICH aborts it if `gpu_environ` is set."""
+    """A library that the process must have loaded for `gpu_environ`: without it, Cray MPICH aborts the process."""
+    no_gpu_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Disables GPU buffers."""
 
     # 4. srun
     srun_types: tuple[str, ...] = ("pmi2",)
@@ -73,6 +75,7 @@ OPEN_MPI = Implementation(
     binding_variables=("OMPI_MCA_hwloc_base_binding_policy", "PRTE_MCA_hwloc_default_binding_policy"),
     root_environ={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     srun_types=("pmix",),
+    no_gpu_environ={"OMPI_MCA_accelerator": "null", "OMPI_MCA_opal_cuda_support": "0"},  # Open MPI 5; Open MPI 4
 )
 MPICH = Implementation(
     "MPICH",
@@ -81,15 +84,17 @@ MPICH = Implementation(
     version_output="HYDRA build details",
     binding_variables=("HYDRA_BIND_TO",),
     gpu_environ={"MPIR_CVAR_ENABLE_GPU": "1"},
+    no_gpu_environ={"MPIR_CVAR_ENABLE_GPU": "0"},
 )
 CRAY_MPICH = dataclasses.replace(
     MPICH,
     gpu_environ={"MPICH_GPU_SUPPORT_ENABLED": "1"},
     gpu_library="libmpi_gtl",
+    no_gpu_environ={"MPICH_GPU_SUPPORT_ENABLED": "0"},
     srun_types=("cray_shasta", "pmi2"),
 )
 MVAPICH = dataclasses.replace(
-    MPICH, vendor="MVAPICH", commands=("mpiexec", "mpiexec.hydra"), package="", gpu_environ={}
+    MPICH, vendor="MVAPICH", commands=("mpiexec", "mpiexec.hydra"), package="", gpu_environ={}, no_gpu_environ={}
 )
 INTEL_MPI = Implementation(
     "Intel MPI",
@@ -101,6 +106,9 @@ INTEL_MPI = Implementation(
     agent="-bootstrap ssh -bootstrap-exec {agent}",
     binding_variables=("I_MPI_PIN", "I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST"),
     unbound_environ={"I_MPI_PIN": "0"},
+    gpu_environ={"I_MPI_OFFLOAD": "1"},
+    gpu_library="libze_loader",  # of Intel GPUs
+    no_gpu_environ={"I_MPI_OFFLOAD": "0"},
     srun_variable="I_MPI_PMI_LIBRARY",  # the path of Slurm's library
 )
 IMPLEMENTATIONS = (OPEN_MPI, INTEL_MPI, MPICH, MVAPICH)  # Intel MPI's mpiexec shows MPICH's output too
@@ -155,13 +163,20 @@ class Library:
         available = set(re.findall(r"[\w-]+", listed))
         return next((mpi_type for mpi_type in self.srun_types if mpi_type in available), None)
 
-    def gpu_environ(self, loaded: str) -> Mapping[str, str]:
-        """Return the variables that enable GPU buffers.
+    def gpu_environ(self, loaded: str, *, takes_gpu_tensors: bool) -> Mapping[str, str]:
+        """Return the variables that enable or disable GPU buffers; MPI_Init reads them.
 
         Args:
             loaded: The files in this process's memory map.
+            takes_gpu_tensors: Whether to enable them.
         """
+        if not takes_gpu_tensors:
+            return self.implementation.no_gpu_environ
         return self.implementation.gpu_environ if self.implementation.gpu_library in loaded else {}
+
+    def has_gpu_disabled(self, environ: Mapping[str, str]) -> bool:
+        """Return whether the environment disables GPU buffers."""
+        return any(environ.get(name) == value for name, value in self.implementation.no_gpu_environ.items())
 
     def lacks_pmix(self) -> bool:
         """Return whether the library reports a build without PMIx, the protocol of Open MPI's mpirun."""

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm
-from mpicomm.backend import registration
 from tests.worlds import Group
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +22,7 @@ def group(groups: dict[str, Group], world: mpicomm.World) -> Iterator[Group]:
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if gpus < world.local_size:
         pytest.skip(f"needs a GPU for each rank: {world.local_size} ranks, {gpus} GPUs")
-    handle = dist.new_group(backend=registration.NAME_WITH_NCCL)
+    handle = dist.new_group(backend="mpicomm_nccl")
     yield Group(handle, world.rank, world.size, list(range(world.size)))
     dist.destroy_process_group(handle)
 
@@ -56,7 +55,7 @@ def test_objects_barrier_and_parts(group: Group, world: mpicomm.World) -> None:
     dist.all_gather_object(gathered, group.rank, group=group.handle)
     assert gathered == list(range(group.size))
     dist.barrier(group.handle)
-    part = dist.new_group(list(range(0, group.size, 2)), backend=registration.NAME_WITH_NCCL)
+    part = dist.new_group(list(range(0, group.size, 2)), backend="mpicomm_nccl")
     if group.rank % 2 == 0:
         tensor = torch.ones(4, device=world.device)
         dist.all_reduce(tensor, group=part)

@@ -17,6 +17,7 @@ from mpicomm.backend.gpu.staging import StagingTransport
 from mpicomm.backend.gpu.transport import GPUDirect, Transport
 from mpicomm.backend.transfer import mpi_calls
 from mpicomm.devices import accelerator, vendors
+from mpicomm.launch.mpi_library import Library
 from mpicomm.settings import Settings
 from tests.movers import stage
 from tests.torches import all_gather_single, reduce_scatter_single
@@ -206,7 +207,7 @@ def pretend_library(monkeypatch: pytest.MonkeyPatch, description: str, kinds: st
     """Simulate a library without query functions that reports these kinds of memory."""
     info = SimpleNamespace(Get=lambda _key: kinds)
     comm = SimpleNamespace(Get_info=lambda: info)
-    library = SimpleNamespace(description=description, path="")
+    library = Library("MPICH", "5.0", description=description)
     made_up = SimpleNamespace(api=lambda: SimpleNamespace(COMM_WORLD=comm), library=lambda: library)
     monkeypatch.setattr(probe, "mpi", made_up)
     monkeypatch.setattr(vendors, "vendor", vendors.CUDA)
@@ -251,6 +252,12 @@ def test_a_library_that_answers_queries(monkeypatch: pytest.MonkeyPatch, vendor:
 def test_crays_library_is_believed_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch, enabled: str) -> None:
     pretend_library(monkeypatch, "CRAY MPICH version 8.1", "system,cuda")
     assert probe.is_claimed({"MPICH_GPU_SUPPORT_ENABLED": enabled} if enabled else {}) == (enabled == "1")
+
+
+def test_a_library_without_support_for_gpus_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its test would pass an address that MPI cannot access."""
+    pretend_library(monkeypatch, "MPICH", "system,cuda")
+    assert not probe.is_claimed({"MPIR_CVAR_ENABLE_GPU": "0"})
 
 
 def test_the_mpis_of_the_package_index_claim_nothing(world: mpicomm.World) -> None:

@@ -511,7 +511,7 @@ if answers and all(answers) and number in _STOPS:
     ),
     Mutant(
         "assign",
-        old="rank % len(uuids)",
+        old="rank % len(identities_of_rank)",
         new="0",
         fault="All ranks in excess of the number of GPUs share the first GPU.",
         tests="tests/unit/test_devices.py -k test_ranks_that_outnumber_gpus_share_evenly",
@@ -706,8 +706,8 @@ else:
     ),
     Mutant(
         "why_unusable",
-        old="torch.cuda.is_available()",
-        new="not torch.cuda.is_available()",
+        old="accelerator.is_available()",
+        new="not accelerator.is_available()",
         fault="A GPU that torch cannot use is ignored silently.",
         tests="tests/unit/test_devices.py -k test_why_an_assigned_gpu",
     ),

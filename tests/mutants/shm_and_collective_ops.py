@@ -311,11 +311,11 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "_devices_of_build",
-        old='["cpu", "cuda"]',
+        "_set_device_types",
+        old='["cpu", device_type]',
         new='["cpu"]',
         fault="torch does not know that the backends support GPU tensors.",
-        tests="tests/unit/test_backend_choice.py -k test_the_devices",
+        tests="tests/unit/test_backend_choice.py -k device_types",
     ),
     # -- the collectives API --------------------------------------------------------------------------------
     Mutant(

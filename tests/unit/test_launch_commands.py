@@ -291,7 +291,7 @@ def test_the_gpus_that_a_process_was_assigned(environ: dict[str, str], shown: st
 
 def test_the_resources_of_a_flux_instance() -> None:
     job = FluxAllocation.from_output("2 8 0\n")
-    assert (job, job.ranks, job.has_gpus) == (FluxAllocation(2, 8, 0), 8, False)
+    assert (job, job.ranks) == (FluxAllocation(2, 8, 0), 8)
     assert FluxAllocation(2, 8, 4).ranks == 4
     for text in ("", "flux-resource: ERROR: Unable to connect to Flux\n", "2 8\n", "0 0 0\n"):
         with pytest.raises(LaunchError, match="unset FLUX_URI"):
@@ -677,11 +677,30 @@ def test_variables_that_the_user_names_are_forwarded_too() -> None:
             request.variables([word], HOME)
 
 
-def test_the_variables_for_gpu_buffers() -> None:
-    assert OPEN_MPI.gpu_environ("") == {}
-    assert MPICH.gpu_environ("") == {"MPIR_CVAR_ENABLE_GPU": "1"}
-    assert CRAY.gpu_environ("/opt/cray/lib/libmpi_gnu.so\n") == {}
-    assert CRAY.gpu_environ("/opt/cray/lib/libmpi_gtl_cuda.so\n") == {"MPICH_GPU_SUPPORT_ENABLED": "1"}
+@pytest.mark.parametrize(
+    ("library", "loaded", "enabled", "disabled"),
+    [
+        (OPEN_MPI, "", {}, {"OMPI_MCA_accelerator": "null", "OMPI_MCA_opal_cuda_support": "0"}),
+        (MPICH, "", {"MPIR_CVAR_ENABLE_GPU": "1"}, {"MPIR_CVAR_ENABLE_GPU": "0"}),
+        (CRAY, "/opt/cray/lib/libmpi_gnu.so\n", {}, {"MPICH_GPU_SUPPORT_ENABLED": "0"}),
+        (
+            CRAY,
+            "/opt/cray/lib/libmpi_gtl_cuda.so\n",
+            {"MPICH_GPU_SUPPORT_ENABLED": "1"},
+            {"MPICH_GPU_SUPPORT_ENABLED": "0"},
+        ),
+        (INTEL, "/usr/lib/libcuda.so.1\n", {}, {"I_MPI_OFFLOAD": "0"}),
+        (INTEL, "/usr/lib/libze_loader.so.1\n", {"I_MPI_OFFLOAD": "1"}, {"I_MPI_OFFLOAD": "0"}),
+        (Library("MVAPICH", "4.0.0"), "", {}, {}),
+    ],
+)
+def test_the_variables_for_gpu_buffers(
+    library: Library, loaded: str, enabled: dict[str, str], disabled: dict[str, str]
+) -> None:
+    assert library.gpu_environ(loaded, takes_gpu_tensors=True) == enabled
+    assert library.gpu_environ(loaded, takes_gpu_tensors=False) == disabled
+    assert not library.has_gpu_disabled(enabled)
+    assert library.has_gpu_disabled(disabled) == bool(disabled)
 
 
 @pytest.mark.parametrize(

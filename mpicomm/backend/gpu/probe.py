@@ -89,6 +89,8 @@ def _warn_of_allocators() -> None:
 
 def is_claimed(environ: Mapping[str, str]) -> bool:
     """Return whether the MPI library reports support for GPU addresses."""
+    if mpi.library().has_gpu_disabled(environ):
+        return False
     if "CRAY" in mpi.library().description.upper():  # reports support even if it is disabled
         return environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
     vendor = vendors.vendor()

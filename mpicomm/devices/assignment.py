@@ -1,0 +1,211 @@
+"""Assigns a device to each rank.
+
+Devices are compared by UUID: device 0 is a different one in each task of `srun --gpus-per-task=1`, and the same one
+where every task sees all devices of the node.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from mpicomm.arguments import Expected
+from mpicomm.devices import accelerator, vendors
+from mpicomm.errors import DeviceError
+
+
+def visible_devices() -> list[str]:
+    """Return what identifies the devices that this process sees, in the order of their indices.
+
+    These are their UUIDs. Devices without UUIDs of their own are identified by their entries in the variable that makes
+    them visible, if it is set, or by their indices: two processes of a node see the same devices in the same order.
+    """
+    count = accelerator.count()
+    vendor = vendors.vendor()
+    uuids = [vendor.uuid(index) for index in range(count)]
+    if all(uuids) and len(set(uuids)) == count:
+        return uuids
+    return identities(count, vendor.visible_variables, os.environ)
+
+
+def identities(count: int, variables: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return what identifies the devices without UUIDs that a process sees.
+
+    Args:
+        count: The number of devices.
+        variables: The variables that select devices.
+        environ: The environment of the process.
+    """
+    settings = [f"{name}={environ[name]}" for name in variables if environ.get(name)]
+    if not settings:
+        return [f"device {index}" for index in range(count)]
+    name, _, value = settings[0].partition("=")
+    entries = [entry.strip() for entry in value.split(",")]
+    if len(settings) == 1 and len(entries) == count:
+        return [f"{name}={entry}" for entry in entries]
+    return [f"device {index} of {' '.join(settings)}" for index in range(count)]
+
+
+def why_unusable(assigned: str | None) -> str | None:
+    """Return why this process cannot use the GPUs that it was assigned; None if it can, or if it has none.
+
+    Args:
+        assigned: The variable that assigns GPUs to this process, with its value, or None.
+    """
+    if assigned is None or accelerator.is_available():
+        return None
+    is_built = accelerator.device_type() is not None
+    vendor = vendors.vendor() if is_built else vendors.of_variable(assigned.partition("=")[0])
+    reason = "finds no working driver" if is_built else f"was built without {vendor.name}"
+    remedy = f"Run `{vendor.driver_check}` in the job" if is_built else f"Install a torch with {vendor.name}"
+    return f"{assigned} assigns GPUs, but torch {torch.__version__} {reason}. {remedy}."
+
+
+def usable_devices(device: str | torch.device | int | None) -> dict[str, int]:
+    """Return what identifies the devices that this rank may use, with their indices; none for "cpu".
+
+    Args:
+        device: The device that the user requested, or None.
+
+    Raises:
+        TypeError: If it is not a str, an integer or a torch.device.
+        DeviceError: If this process has no such device, or torch has another type of accelerator.
+    """
+    requested = None if device is None else parse(device)
+    if requested is not None and requested.type == "cpu":
+        return {}
+    indices = {identity: index for index, identity in enumerate(visible_devices())}
+    if requested is None:
+        return indices
+    return {identity: index for identity, index in indices.items() if index == requested.index}
+
+
+def assign_on_nodes(usable: Sequence[Collection[str]], nodes: Sequence[int]) -> list[str | None]:
+    """Assign a device to every rank of the job, on each node by itself.
+
+    Args:
+        usable: For every rank what identifies the devices that it may use.
+        nodes: For every rank its node.
+
+    Returns:
+        For every rank the identity of its device, or None if it can use none.
+    """
+    ranks_of_node = collections.defaultdict(list)
+    for rank, node in enumerate(nodes):
+        ranks_of_node[node].append(rank)
+    chosen: list[str | None] = [None] * len(nodes)
+    for ranks in ranks_of_node.values():
+        for rank, identity in zip(ranks, assign([list(usable[rank]) for rank in ranks]), strict=True):
+            chosen[rank] = identity
+    return chosen
+
+
+def assign(visible: Sequence[Sequence[str]]) -> list[str | None]:
+    """Assign a device to every rank of a node, each a different one if possible.
+
+    Computes a maximum matching of ranks to devices (Kuhn, 1955: augmenting paths), so that ranks that see only some of
+    the node's devices do not lose them to ranks that see more. Unmatched ranks share a device.
+
+    Args:
+        visible: For every local rank, what identifies the devices that it sees.
+
+    Returns:
+        For every local rank the identity of its device, or None if it sees none.
+    """
+    owner: dict[str, int] = {}
+    for rank in range(len(visible)):
+        _find_device(rank, visible, owner, tried=set())
+    chosen = {rank: identity for identity, rank in owner.items()}
+    for rank, identities_of_rank in enumerate(visible):
+        if identities_of_rank and rank not in chosen:
+            chosen[rank] = identities_of_rank[rank % len(identities_of_rank)]
+    return [chosen.get(rank) for rank in range(len(visible))]
+
+
+def _find_device(rank: int, visible: Sequence[Sequence[str]], owner: dict[str, int], tried: set[str]) -> bool:
+    # Try free devices first: no rank has to move, and if all ranks see all devices, rank i gets device i.
+    for identity in sorted(visible[rank], key=lambda identity: identity in owner):
+        if identity in tried:
+            continue
+        tried.add(identity)
+        if identity not in owner or _find_device(owner[identity], visible, owner, tried):
+            owner[identity] = rank
+            return True
+    return False
+
+
+EXPECTED = Expected(
+    "a device (a name such as 'cpu', a torch.device or the index of a GPU)",
+    lambda value: isinstance(value, (str, int, torch.device)) and not isinstance(value, bool),
+    remedy="Pass one of these, or omit device for the GPU that mpicomm chooses.",
+)
+
+
+def parse(device: str | torch.device | int) -> torch.device:
+    """Return the device that the user requested, after checking that it exists.
+
+    Raises:
+        TypeError: If it is not a str, an integer or a torch.device.
+        DeviceError: If this process has no such device, or torch has another type of accelerator.
+    """
+    EXPECTED.check(device, "device")
+    own_type = accelerator.device_type()
+    try:
+        requested = torch.device(own_type or "cpu", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"device must name a torch device, got {device!r}: {error}\n{_accepted(own_type)}") from None
+    if requested.type == "cpu" and not isinstance(device, int):
+        return torch.device("cpu")
+    if own_type is not None and requested.type != own_type:
+        raise DeviceError(f"device must be on cpu or {own_type}, got {device!r}.\n{_accepted(own_type)}")
+    count, index = accelerator.count(), requested.index or 0
+    if index >= count:
+        raise DeviceError(
+            f"device={device!r} does not exist: this process sees {count} GPU{'' if count == 1 else 's'}.\n"
+            f"Pass one of {own_type}:0 to {own_type}:{count - 1}, or omit `device`."
+            if count
+            else f"device={device!r} does not exist: this process sees no GPU.\nPass 'cpu', or omit `device`."
+        )
+    return torch.device(requested.type, index)
+
+
+def _accepted(own_type: str | None) -> str:
+    return f"Pass 'cpu', '{own_type}' or '{own_type}:N'." if own_type else "Pass 'cpu', or omit `device`."
+
+
+def refuse_shared(
+    identities: Sequence[str | None], hosts: Sequence[str], library: str, why: Sequence[str | None] = ()
+) -> None:
+    """Raise an error if ranks share a device, before the vendor's library fails with a less specific one.
+
+    Args:
+        identities: For every rank the identity of its device, or None.
+        hosts: For every rank its host.
+        library: The name of the vendor's library, such as NCCL.
+        why: For every rank why it cannot use the GPUs that it was assigned, or None.
+
+    Raises:
+        DeviceError: If ranks share a device, or a rank has none; the message lists these ranks.
+    """
+    without = [rank for rank, identity in enumerate(identities) if identity is None]
+    if without:
+        rank = without[0]
+        remedy = (why[rank] if why else None) or "Ask the scheduler for one GPU per task."
+        raise DeviceError(
+            f"{library} needs one GPU per rank, but {len(without)} of {len(identities)} ranks have no GPU (first: rank "
+            f"{rank} on {hosts[rank]}).\n"
+            f"{remedy} Or use backend='mpi'."
+        )
+    users = collections.defaultdict(list)
+    for rank, identity in enumerate(identities):
+        users[hosts[rank], identity].append(rank)
+    for (host, identity), ranks in users.items():
+        if len(ranks) > 1:
+            raise DeviceError(
+                f"ranks {', '.join(map(str, ranks))} on {host} share one GPU ({identity}), which {library} does not "
+                f"allow.\n"
+                f"Start one rank per GPU, or use backend='mpi'."
+            )
