@@ -57,7 +57,7 @@ class DDPModel:
     def __init__(
         self, model: nn.Module, device: torch.device, options: ParallelOptions, *, synchronizes: bool = True
     ) -> None:
-        self.inner = model.to(device)
+        self.inner = _moved(model, device)
         self._ddp = DistributedDataParallel(
             self.inner,
             device_ids=None if device.type == "cpu" else [device.index],
@@ -125,7 +125,7 @@ class FSDPModel:
         *,
         synchronizes: bool = True,
     ) -> None:
-        self.inner = model.to(device)
+        self.inner = _moved(model, device)
         if synchronizes:
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)  # as DDP does: the ranks' initial parameters may differ
@@ -253,6 +253,24 @@ def _copied(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) ->
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(change(parameter.detach()), requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
+
+
+def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a model after moving it to a device, where its parameters are the same objects as before.
+
+    The optimizer refers to these objects, and so do layers with tied weights. `Module.to` keeps them, except on the
+    devices of extensions of torch: it replaces the parameters unless it may swap their content.
+    """
+    probe = nn.ParameterList([torch.empty(0)])
+    parameter = probe[0]
+    if probe.to(device)[0] is parameter:
+        return model.to(device)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 @contextlib.contextmanager

@@ -56,6 +56,13 @@ MUTANTS = [
         tests="tests/training/test_profiles.py -k accelerator_of_any_vendor",
         ranks=2,
     ),
+    Mutant(
+        "parallel._moved",
+        old="torch.__future__.set_swap_module_params_on_conversion(True)",
+        new="pass",
+        fault="On the device of an extension of torch the optimizer updates parameters that the model has replaced.",
+        tests="tests/unit/test_training_state.py -k keeps_its_parameters",
+    ),
     # -- benchmarks -----------------------------------------------------------------------------------------
     Mutant(
         "compared_backends.select",

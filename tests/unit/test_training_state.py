@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpicomm.training import randomness, state
+from mpicomm.training import parallel, randomness, state
 from mpicomm.training.callbacks import CallbackList
 from mpicomm.training.step_metrics import StepMetrics
 
@@ -59,6 +59,17 @@ def test_a_checkpoint_of_another_type_of_device_seeds_the_generator_anew(monkeyp
         randomness.restore(states, device)
     assert generator.seeds[0] == generator.seeds[2] != generator.seeds[1]
     assert generator.state.tolist() == [7]
+
+
+def test_a_model_keeps_its_parameters_on_a_device_whose_extension_replaces_them() -> None:
+    """`Module.to` replaces the parameters also for the device meta, which stands for that of an extension here."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    moved = parallel._moved(model, torch.device("meta"))
+    assert [parameter.is_meta for parameter in optimizer.param_groups[0]["params"]] == [True]
+    assert moved[1].weight is moved[0].weight is optimizer.param_groups[0]["params"][0]  # type: ignore[index]
+    assert not torch.__future__.get_swap_module_params_on_conversion()
 
 
 def test_a_state_has_the_sums_of_its_steps_since_the_last_entry() -> None:
