@@ -27,7 +27,7 @@ Structure = Any
 """The containers around the leaves, which JSON can encode: LEAF, NONE, or (kind, name of the class, keys, children)."""
 
 LEAF, NONE = "leaf", "none"
-HOST, GPU = "cpu", "gpu"  # where a leaf is; the ranks' GPUs may have different indices
+HOST, GPU = "cpu", "GPU"  # where a leaf is; the ranks' GPUs may have different indices
 _DEEPEST = 100  # levels of nesting
 _KEYS = frozenset({str, int, type(None)})  # no float or bool: 1, 1.0 and True are equal as keys
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple}

@@ -173,7 +173,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not dense.numel():
         return torch.empty(0, dtype=torch.uint8, device=dense.device)
-    return dense.view(-1).view(torch.uint8)
+    # Not view(-1): a contiguous tensor of one element may have any stride, with which it cannot be viewed as bytes.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 @functools.lru_cache(maxsize=256)

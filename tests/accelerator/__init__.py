@@ -12,7 +12,7 @@ import atexit
 
 import torch
 
-from tests.accelerator import build
+from tests.accelerator import build, hardware
 
 NAME = "emulated"
 
@@ -37,6 +37,9 @@ def register() -> None:
     if reason := reason_to_skip():
         raise RuntimeError(reason)
     torch.ops.load_library(str(build.library()))
+    torch.ops.emulated.initialize(len(hardware.visible_devices()), hardware.memory_bytes())
+    from torch import _meta_registrations  # noqa: F401  the shapes of the results of more operators
+
     from tests.accelerator import torch_module
 
     torch.utils.rename_privateuse1_backend(NAME)

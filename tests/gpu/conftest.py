@@ -1,28 +1,54 @@
-"""Tests of tensors on GPUs. Without a GPU, they use a simulated GPU in host memory that delays its copies."""
+"""Tests of tensors on GPUs. Without a GPU, they use the emulated accelerator.
+
+It becomes the accelerator of the whole process: if other tests run in the same process, or it cannot be built here, the
+tests use a simulated GPU in host memory that delays its copies.
+"""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
 import mpicomm
+from mpicomm.devices import accelerator
+from mpicomm.testing import pytest_plugin
+from tests import accelerator as emulated
 from tests.worlds import Group
+
+CHUNK_BYTES = 2**16
+"""Of staging, small enough that tensors of several chunks take little time."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Register the emulated accelerator before the first test starts the world."""
+    are_alone = all(item.path.is_relative_to(Path(__file__).parent) for item in items)
+    if are_alone and pytest_plugin.runs_on_ranks(config):
+        os.environ.setdefault("MPICOMM_GPU_CHUNK_KIB", str(CHUNK_BYTES // 1024))
+        if not emulated.reason_to_skip():
+            emulated.register()
 
 
 @pytest.fixture(scope="session")
 def device(world: mpicomm.World) -> torch.device:
     """The GPU of this rank, possibly shared with other ranks; the CPU if there is no GPU."""
-    return world.device
+    if world.device.type != "cpu" or not accelerator.is_available():
+        return world.device
+    device = torch.device(accelerator.current_device().type, world.local_rank % accelerator.count())
+    accelerator.select(device)
+    return device
 
 
 @pytest.fixture
 def group(groups: dict[str, Group], device: torch.device) -> Group:
     """A group of all ranks, whose tensors are staged through the host."""
-    return groups["world" if device.type == "cuda" else "staged"]
+    return groups["staged" if device.type == "cpu" else "world"]
 
 
 @pytest.fixture
 def alone(device: torch.device) -> None:
     """Skip a test if there is no GPU."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         pytest.skip("needs a GPU")

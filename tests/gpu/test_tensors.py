@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,18 +12,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicomm.backend.gpu.transport import DIRECT
+from mpicomm.devices import accelerator
 from mpicomm.errors import MpicommError
+from tests.gpu.conftest import CHUNK_BYTES
 from tests.worlds import Group
 
 LONG = 200_000_000  # clock cycles of a GPU: a tenth of a second
-CHUNK = 4096 * 1024  # bytes
-ON_A_GPU = torch.cuda.is_available()
+CHUNK = 2**20  # elements, several chunks of staging
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
-COUNTS = [0, 1, 7, *([CHUNK // 8 - 1, CHUNK // 8 + 1, 3 * CHUNK // 4 + 5] if ON_A_GPU else [100])]
+COUNTS = [0, 1, 100, 3 * CHUNK_BYTES // 4 + 5]
 
 
 def keep_busy(device: torch.device) -> None:
-    """Delay the execution of all work that is queued on the current stream from now on."""
+    """Delay the execution of all work that is queued on the current stream from now on; emulated streams are late."""
     if device.type == "cuda":
         torch.cuda._sleep(LONG)
 
@@ -153,7 +156,7 @@ def test_tensors_that_are_dropped_in_flight(group: Group, device: torch.device) 
 
 def test_starting_does_not_wait_for_the_gpu(group: Group, device: torch.device, alone: None) -> None:
     tensor = torch.ones(CHUNK, device=device)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     start = time.perf_counter()
     keep_busy(device)
     work = dist.all_reduce(tensor, group=group.handle, async_op=True)
@@ -170,6 +173,8 @@ def test_futures_hold_tensors_of_gpus(group: Group, device: torch.device) -> Non
 
 
 def test_a_graph_is_refused(group: Group, device: torch.device, alone: None) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs CUDA graphs")
     tensor = torch.ones(4, device=device)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(MpicommError, match="a CUDA graph is being captured"), torch.cuda.graph(graph):
@@ -204,9 +209,13 @@ def test_ddp_is_equal_to_one_process(group: Group, device: torch.device) -> None
         torch.testing.assert_close(mine, right)
 
 
-def stream_of(device: torch.device) -> torch.cuda.StreamContext:
-    """Return the context of a stream of the GPU other than the default stream."""
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(stream)  # type: ignore[arg-type]
+@contextlib.contextmanager
+def stream_of(device: torch.device) -> Iterator[None]:
+    """Run a block on a stream of the GPU other than the default stream."""
+    if device.type == "cpu":
+        yield
+        return
+    stream = torch.Stream(device)
+    stream.wait_stream(accelerator.current_stream(device))
+    with accelerator.on_stream(stream):
+        yield

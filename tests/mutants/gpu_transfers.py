@@ -4,7 +4,145 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+FUZZ, LATE = "tests/gpu/test_fuzz.py", "tests/gpu/test_late_device.py"
+
+
+def _on_the_device(place: str, old: str, new: str, fault: str, tests: str = FUZZ) -> Mutant:
+    """Return a fault that two ranks find on the emulated device."""
+    return Mutant(place, old=old, new=new, fault=fault, tests=tests, ranks=2)
+
+
 MUTANTS = [
+    # -- streams and events ---------------------------------------------------------------------------------
+    _on_the_device(
+        "DeviceMover.follow",
+        "mark.wait(self._fetching)",
+        "",
+        "Content is copied to the host before it has been computed.",
+    ),
+    _on_the_device(
+        "DeviceMover.follow", "mark.wait(self._putting)", "", "A result replaces content that is still to be read."
+    ),
+    _on_the_device(
+        "DeviceMover._copy",
+        "accelerator.on_stream(stream)",
+        "accelerator.on_stream(None)",
+        "Copies run on another stream than that of their event.",
+    ),
+    _on_the_device(
+        "DeviceMover._copy",
+        "accelerator.record_event(stream)",
+        "accelerator.record_event(accelerator.current_stream(self._device))",
+        "The event of copies is one of another stream.",
+    ),
+    _on_the_device(
+        "accelerator.on_stream",
+        "torch.accelerator.set_stream(previous)",
+        "pass",
+        "The stream of the copies remains the current one of the caller's thread.",
+    ),
+    _on_the_device(
+        "_Part.__init__",
+        "self._mark = mover.mark()",
+        "self._mark = None if mover.is_host else torch.Event(tensor.device)",
+        "Copies follow an event that was never recorded.",
+    ),
+    # -- staging --------------------------------------------------------------------------------------------
+    _on_the_device(
+        "_Part.host",
+        "self._fetched[number % _DEPTH].synchronize()",
+        "",
+        "MPI sends a chunk before its copy to the host has ended.",
+    ),
+    _on_the_device(
+        "staging._run", "part.wait_for_copies()", "pass", "An operation ends before its result is on the device."
+    ),
+    _on_the_device(
+        "_Part.start_to_host",
+        "self._put[slot].synchronize()",
+        "",
+        "The memory of a chunk is overwritten before its copy to the device has ended.",
+    ),
+    _on_the_device(
+        "StagingTransport._without_hazards",
+        "tensor.detach().clone() if is_overwritten else tensor",
+        "tensor",
+        "The result of one chunk overwrites the input of the next.",
+    ),
+    _on_the_device(
+        "DeviceMover.memory",
+        'torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)',
+        'torch.empty(count, dtype=dtype, device="cpu")',
+        "Copies to host memory that is not pinned block the caller.",
+        f"{LATE} -k asynchronous",
+    ),
+    _on_the_device(
+        "staging._run",
+        "part.start_to_host(number + 1, chunks[number + 1])",
+        "part.start_to_host(number + 1, chunks[number + 1]), part.host(number + 1)",
+        "The next chunk is copied before the transfer of this one, not beside it.",
+        f"{LATE} -k overlap",
+    ),
+    # -- messages -------------------------------------------------------------------------------------------
+    _on_the_device(
+        "_EndOfCopies.__init__",
+        "self._event, self._pairs = event, pairs",
+        "self._event = event",
+        "The packed copy of a tensor is freed before it has been copied to the host.",
+    ),
+    _on_the_device(
+        "StagingTransport.for_sending", "part.start()", "", "A message is sent before its content has been computed."
+    ),
+    _on_the_device(
+        "_Part.deliver", "self.start()", "", "A received message replaces content that is still to be read."
+    ),
+    _on_the_device(
+        "MessageWork._advance",
+        "self._copied.synchronize()",
+        "pass",
+        "A receive ends before the message is on the device.",
+    ),
+    _on_the_device(
+        "MessageWork._advance",
+        "not self._copied.query()",
+        "self._copied.synchronize()",
+        "A message to a busy stream delays all other messages.",
+        f"{LATE} -k busy_stream",
+    ),
+    _on_the_device(
+        "PendingMessages.send",
+        "ready is not None or self.unposted.waiting",
+        "ready is not None",
+        "A message from the host overtakes an earlier one from the device.",
+    ),
+    _on_the_device(
+        "PendingMessages.advance",
+        "self.unposted.post_ready()",
+        "pass",
+        "A message is not sent while its rank computes.",
+        f"{LATE} -k while_its_rank_computes",
+    ),
+    # -- collectives API ------------------------------------------------------------------------------------
+    _on_the_device(
+        "Handle._as_in_the_call",
+        "accelerator.on_stream(self._stream)",
+        "contextlib.nullcontext()",
+        "Later steps of an operation run on another stream than the first.",
+    ),
+    _on_the_device(
+        "_let_current_stream_wait",
+        "current.wait_stream(stream)",
+        "",
+        "A result is read on another stream before it has been computed.",
+        f"{LATE} -k another_stream",
+    ),
+    _on_the_device(
+        "_let_current_stream_wait",
+        "tensor.record_stream(current)",
+        "pass",
+        "The memory of a result is reused before another stream has read it.",
+        f"{LATE} -k another_stream",
+    ),
     # -- posting_queue.py -----------------------------------------------------------------------------------
     Mutant(
         "PostingQueue.post_ready",
@@ -56,5 +194,12 @@ MUTANTS = [
         new="CUDA()",
         fault="An AMD GPU counts as one of NVIDIA, and the process loads CUDA's driver.",
         tests="tests/unit/test_gpus.py -k vendor_of",
+    ),
+    Mutant(
+        "_bytes_of",
+        old="dense.as_strided((dense.numel(),), (1,))",
+        new="dense.view(-1)",
+        fault="A column of a matrix of one row cannot be sent.",
+        tests="tests/unit/test_pytree.py -k one_row",
     ),
 ]

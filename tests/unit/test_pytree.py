@@ -100,6 +100,13 @@ def test_conjugated_and_negated_tensors() -> None:
     assert same(sent(pytree.take(data[:1], "send")), data[:1])
 
 
+def test_a_column_of_one_row() -> None:
+    """It is contiguous, but its stride is that of the matrix."""
+    column = torch.ones(1, 2)[:, 1]
+    assert column.is_contiguous()
+    assert same(sent(pytree.take([column], "send")), [column])
+
+
 @settings(max_examples=200)
 @given(CONTAINERS)
 def test_every_leaf_has_a_place(data: Any) -> None:
@@ -169,7 +176,7 @@ def test_a_description_with_another_number_of_leaves_is_refused(count: int) -> N
 
 def test_data_on_a_gpu_are_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "is_available", lambda: False)
-    description = wire_format.decode(json.dumps(["leaf", [["tensor", "float32", [3], "gpu", False]]]).encode())
+    description = wire_format.decode(json.dumps(["leaf", [["tensor", "float32", [3], "GPU", False]]]).encode())
     with pytest.raises(MpicommError, match=r"the data of rank 3 are on a GPU, but this rank has no GPU\.\nSend CPU"):
         wire_format.output_buffers(description, "rank 3")
 
