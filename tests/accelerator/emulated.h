@@ -15,7 +15,6 @@ constexpr auto kDeviceType = c10::DeviceType::PrivateUse1;
 void initialize(int devices, size_t bytes_of_each);
 int device_count();
 void* kernel_address(const void* device_address);
-int device_of(const void* device_address);  // -1: not memory of a device
 c10::DeviceAllocator* device_allocator();
 size_t memory_limit(int device);
 void set_memory_limit(int device, size_t bytes);
