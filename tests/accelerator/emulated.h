@@ -7,6 +7,21 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/Generator.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <torch/version.h>
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 9  // without an interface of the allocators of all devices
+namespace c10 {
+using MempoolId_t = std::pair<unsigned long long, unsigned long long>;
+struct DeviceAllocator : Allocator {
+  virtual bool initialized() = 0;
+  virtual void emptyCache(MempoolId_t) = 0;
+  virtual void recordStream(const DataPtr&, Stream) = 0;
+  virtual CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) = 0;
+  virtual void resetAccumulatedStats(DeviceIndex) = 0;
+  virtual void resetPeakStats(DeviceIndex) = 0;
+};
+}  // namespace c10
+#endif
 
 namespace emulated {
 

@@ -67,7 +67,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     std::memcpy(kernel_address(target), kernel_address(source), bytes);
   }
 
-  void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override {
+  void emptyCache(c10::MempoolId_t /*pool*/) override {
     for (int device = 0; device < device_count(); ++device) release_cached(device);
   }
 
@@ -89,7 +89,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     states_.at(device).stats.reserved_bytes[0].reset_peak();
   }
 
-  // Not `override`: torch 2.8 does not declare it.
+  // Not `override`: older versions of torch do not declare it.
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
     const size_t total = limit(device), reserved = getDeviceStats(device).reserved_bytes[0].current;
     return {total - std::min(total, reserved), total};
