@@ -40,8 +40,9 @@ def register() -> None:
     torch.ops.emulated.initialize(len(hardware.visible_devices()), hardware.memory_bytes())
     from torch import _meta_registrations  # noqa: F401  the shapes of the results of more operators
 
-    from tests.accelerator import torch_module
+    from tests.accelerator import operators, torch_module
 
+    operators.register()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, torch_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

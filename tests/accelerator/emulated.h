@@ -7,6 +7,21 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/Generator.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <torch/version.h>
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 9  // without an interface of the allocators of all devices
+namespace c10 {
+using MempoolId_t = std::pair<unsigned long long, unsigned long long>;
+struct DeviceAllocator : Allocator {
+  virtual bool initialized() = 0;
+  virtual void emptyCache(MempoolId_t) = 0;
+  virtual void recordStream(const DataPtr&, Stream) = 0;
+  virtual CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) = 0;
+  virtual void resetAccumulatedStats(DeviceIndex) = 0;
+  virtual void resetPeakStats(DeviceIndex) = 0;
+};
+}  // namespace c10
+#endif
 
 namespace emulated {
 
@@ -15,7 +30,6 @@ constexpr auto kDeviceType = c10::DeviceType::PrivateUse1;
 void initialize(int devices, size_t bytes_of_each);
 int device_count();
 void* kernel_address(const void* device_address);
-int device_of(const void* device_address);  // -1: not memory of a device
 c10::DeviceAllocator* device_allocator();
 size_t memory_limit(int device);
 void set_memory_limit(int device, size_t bytes);

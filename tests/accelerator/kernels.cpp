@@ -9,10 +9,8 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/ones_like.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -102,8 +100,8 @@ c10::Device device_of(const c10::FunctionSchema& schema, const Stack& arguments)
     for (const auto& tensor : tensors_of(argument)) {
       const bool is_here = tensor.is_privateuseone() && (device == -1 || device == tensor.device().index());
       const bool is_copied = tensor.is_cpu() && (tensor.dim() == 0 || argument.isOptionalTensorList());
-      TORCH_CHECK(is_here || is_copied, "Expected all tensors to be on the same device, but found at least two devices, "
-                  "emulated:", device == -1 ? current_device() : device, " and ", tensor.device(), "! (", schema.name(), ")");
+      TORCH_CHECK(is_here || is_copied, "Expected all tensors to be on the same device, but found at least two ",
+                  "devices, emulated:", std::max(device, 0), " and ", tensor.device(), "! (", schema.name(), ")");
       if (is_here) device = tensor.device().index();
     }
   }
@@ -130,9 +128,7 @@ class Call {
     const auto shapes_of_outputs = replace_outputs(shapes);
     try {
       shapes = has_meta ? run_kernel(op_, std::move(shapes), c10::DispatchKey::Meta) : Stack(schema_.returns().size());
-    } catch (const std::exception&) {
-      return std::nullopt;
-    }
+    } catch (const std::exception&) { return std::nullopt; }
     auto arguments = arguments_for(c10::kCPU, kernel_argument);
     const auto outputs = replace_outputs(arguments);
     std::vector<std::pair<at::Tensor, at::Tensor>> stored;
@@ -145,14 +141,17 @@ class Call {
     Stack results, views;
     for (size_t result = 0; result < shapes.size(); ++result) {
       const auto argument = returned_argument(result);
-      results.push_back(argument >= 0 ? arguments_[argument] : map_tensors(shapes[result], [&](auto& t) { return like(t); }));
-      views.push_back(argument >= 0 ? c10::IValue() : map_tensors(results.back(), kernel_argument));
+      const bool is_new = argument < 0;
+      auto like = [&](const at::Tensor& shape) { return allocate_like(shape); };
+      results.push_back(is_new ? map_tensors(shapes[result], like) : arguments_[argument]);
+      views.push_back(is_new ? map_tensors(results.back(), kernel_argument) : c10::IValue());
     }
     auto work = [op = op_, arguments = std::move(arguments), stored = std::move(stored), views = std::move(views)] {
       const auto values = run_kernel(op, arguments, c10::DispatchKey::CPU);
       at::AutoDispatchBelowADInplaceOrView without_autograd;
       for (const auto& [value, view] : stored) view.copy_(value);
-      for (size_t result = 0; result < views.size(); ++result) copy_tensors(tensors_of(values[result]), tensors_of(views[result]));
+      for (size_t result = 0; result < views.size(); ++result)
+        copy_tensors(tensors_of(values[result]), tensors_of(views[result]));
     };
     Scheduler::instance().enqueue(current_stream(device_.index()), {schema_.name(), std::move(work)});
     return results;
@@ -176,7 +175,7 @@ class Call {
     return outputs;
   }
 
-  at::Tensor like(const at::Tensor& shape) const {
+  at::Tensor allocate_like(const at::Tensor& shape) const {
     if (!shape.defined()) return shape;
     return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(device_).pinned_memory(false));
   }
@@ -225,8 +224,9 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   for (size_t index = 0; index < arguments.size(); ++index) {
     if (!is_generator(*target.schema().arguments()[index].type())) continue;
     // Each operation gets a seed at the call, so the order of execution does not change its numbers.
-    const auto generator = arguments[index].isNone() ? default_generator(device.index()) : arguments[index].toGenerator();
-    arguments[index] = at::detail::createCPUGenerator(next_seed(generator));
+    auto& generator = arguments[index];
+    if (generator.isNone()) generator = default_generator(device.index());
+    generator = at::detail::createCPUGenerator(next_seed(generator.toGenerator()));
   }
   if (auto results = Call(target, arguments, device).enqueue()) {
     for (auto& result : *results) stack->push_back(std::move(result));
@@ -290,55 +290,22 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
                                            c10::dtype_or_default(dtype));
 }
 
-void grow_storage(c10::TensorImpl* tensor) {
-  const auto bytes = at::detail::computeStorageNbytes(tensor->sizes(), tensor->strides(), tensor->itemsize(),
-                                                      tensor->storage_offset());
-  auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
-  if (tensor->numel() > 0 && bytes > storage->nbytes()) resize_storage(storage, bytes);
-}
-
 const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size, std::optional<c10::MemoryFormat> format) {
   auto* impl = tensor.unsafeGetTensorImpl();
   if (impl->sizes() != size) impl->set_sizes_contiguous(size);
   if (format.has_value()) impl->empty_tensor_restride(*format);
-  grow_storage(impl);
-  return tensor;
-}
-
-at::Tensor& set_storage(at::Tensor& tensor, at::Storage storage, int64_t offset, c10::IntArrayRef size,
-                        c10::IntArrayRef stride) {
-  auto* impl = tensor.unsafeGetTensorImpl();
-  TORCH_CHECK(storage.device() == tensor.device(), "Attempted to set the storage of a tensor on device ",
-              tensor.device(), " to a storage on different device ", storage.device());
-  impl->set_storage_keep_dtype(std::move(storage));
-  impl->set_storage_offset(offset);
-  if (stride.data() == nullptr) {
-    impl->set_sizes_contiguous(size);
-  } else {
-    impl->set_sizes_and_strides(size, stride);
-  }
-  grow_storage(impl);
+  const auto bytes = at::detail::computeStorageNbytes(size, impl->strides(), impl->itemsize(), impl->storage_offset());
+  auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  if (impl->numel() > 0 && bytes > storage->nbytes()) resize_storage(storage, bytes);
   return tensor;
 }
 
 at::Tensor& set_empty(at::Tensor& tensor) {
-  return set_storage(tensor, at::empty({0}, tensor.options()).storage(), 0, {0}, {});
+  return at::native::set_(tensor, at::empty({0}, tensor.options()).storage());
 }
 
 void record_stream(at::Tensor& tensor, c10::Stream stream) {
   device_allocator()->recordStream(tensor.storage().data_ptr(), stream);
-}
-
-std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
-  if (!train.value_or(true) || input.numel() == 0) return {input.clone(), at::ones_like(input, at::kBool)};
-  auto mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
-  return {input * mask * (p < 1 ? 1 / (1 - p) : 0), mask};
-}
-
-// 0: by matrix products, whose kernels the fallback has.
-int64_t fused_sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                         double, bool, std::optional<double>, bool) {
-  return 0;
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
@@ -349,7 +316,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", resize);
   m.impl("set_", set_empty);
   m.impl("set_.source_Storage", at::native::set_);
-  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("view", at::native::view);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
@@ -360,8 +327,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("record_stream", record_stream);
-  m.impl("native_dropout", native_dropout);
-  m.impl("_fused_sdp_choice", fused_sdp_choice);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }

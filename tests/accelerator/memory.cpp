@@ -55,20 +55,19 @@ class DeviceMemory final : public c10::DeviceAllocator {
     }
     std::lock_guard lock(mutex_);
     auto& stats = states_[stream.device].stats;
-    TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, "emulated:", stream.device, " out of memory. Tried to allocate ",
-                     requested, " bytes; ", stats.allocated_bytes[0].current, " of ", limit(stream.device).load(), " bytes are allocated");
+    TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, "emulated:", stream.device, " out of memory. Tried to ",
+                     "allocate ", requested, " bytes; ", stats.allocated_bytes[0].current, " of ",
+                     limit(stream.device).load(), " bytes are allocated");
     stats.allocated_bytes[0].increase(block->bytes);
     return {tensor_addresses + block->offset, block, [](void* context) { memory().free(context); }, device};
   }
 
   void copy_data(void* target, const void* source, size_t bytes) const override {
-    const auto stream = current_stream(device_of(target));
-    Scheduler::instance().enqueue(stream, {"copy_data", [to = kernel_address(target), from = kernel_address(source), bytes] {
-      std::memcpy(to, from, bytes);
-    }});
+    Scheduler::instance().wait_for_device(current_device());
+    std::memcpy(kernel_address(target), kernel_address(source), bytes);
   }
 
-  void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override {
+  void emptyCache(c10::MempoolId_t /*pool*/) override {
     for (int device = 0; device < device_count(); ++device) release_cached(device);
   }
 
@@ -90,7 +89,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     states_.at(device).stats.reserved_bytes[0].reset_peak();
   }
 
-  // Not `override`: torch 2.8 does not declare it.
+  // Not `override`: older versions of torch do not declare it.
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
     const size_t total = limit(device), reserved = getDeviceStats(device).reserved_bytes[0].current;
     return {total - std::min(total, reserved), total};
@@ -140,7 +139,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
       return block;
     }
     if (state.stats.reserved_bytes[0].current + bytes > state.limit || state.end + bytes > kAddresses) return nullptr;
-    auto* block = new Block{stream.device * kAddresses + std::exchange(state.end, state.end + bytes), bytes, stream, {}};
+    const auto offset = stream.device * kAddresses + std::exchange(state.end, state.end + bytes);
+    auto* block = new Block{offset, bytes, stream, {}};
     state.stats.reserved_bytes[0].increase(bytes);
     fill(*block, "fill new memory");
     return block;
@@ -161,10 +161,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   // Fills the freed blocks that no other stream uses any more, and makes them available to their stream.
   void cache_unused(State& state) {
-    auto& scheduler = Scheduler::instance();
+    auto is_done = [](const CompletionPtr& use) { return Scheduler::instance().is_done(use); };
     state.in_use.remove_if([&](FreedBlock& freed) {
-      if (!std::all_of(freed.other_uses.begin(), freed.other_uses.end(), [&](auto& use) { return scheduler.is_done(use); }))
-        return false;
+      if (!std::all_of(freed.other_uses.begin(), freed.other_uses.end(), is_done)) return false;
       fill(*freed.block, "fill freed memory");
       state.cached[freed.block->stream].emplace(freed.block->bytes, freed.block);
       return true;
@@ -172,9 +171,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
 
   static void fill(const Block& block, const char* name) {
-    Scheduler::instance().enqueue(block.stream, {name, [address = kernel_addresses + block.offset, bytes = block.bytes] {
-      std::memset(address, kNoContents, bytes);
-    }}, true);
+    auto* address = kernel_addresses + block.offset;
+    auto work = [address, bytes = block.bytes] { std::memset(address, kNoContents, bytes); };
+    Scheduler::instance().enqueue(block.stream, {name, work}, true);
   }
 
   void release_cached(int device) {
@@ -184,8 +183,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     cache_unused(state);
     for (const auto& [stream, blocks] : std::exchange(state.cached, {})) {
       for (const auto& [bytes, block] : blocks) {
-        auto release = [address = kernel_addresses + block->offset, bytes = bytes] { madvise(address, bytes, MADV_REMOVE); };
-        Scheduler::instance().enqueue(stream, {"release memory", release}, true);
+        madvise(kernel_addresses + block->offset, bytes, MADV_REMOVE);
         state.stats.reserved_bytes[0].decrease(bytes);
         delete block;
       }
@@ -196,7 +194,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   std::vector<State> states_;
 };
 
-// Freed blocks leave the address space, once the copies that use them are complete: a later access is a SIGSEGV.
+// Freed memory leaves the address space, so that a later access is a SIGSEGV. A copy that is queued holds its tensor.
 class PinnedMemory final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -204,33 +202,25 @@ class PinnedMemory final : public at::HostAllocator {
     void* address = checked(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     std::memset(address, kNoContents, bytes);
     std::lock_guard lock(mutex_);
-    blocks_[static_cast<char*>(address)] = {bytes, {address, [bytes](void* mapped) { munmap(mapped, bytes); }}};
+    blocks_[static_cast<char*>(address)] = bytes;
     return {address, address, raw_deleter(), c10::kCPU};
-  }
-
-  bool record_event(void* /*address*/, void* context, c10::Stream stream) override {
-    std::lock_guard lock(mutex_);
-    const auto block = blocks_.find(static_cast<char*>(context));
-    if (block == blocks_.end()) return false;
-    const StreamKey key{stream.device_index(), stream.id()};
-    Scheduler::instance().enqueue(key, {"record", [mapped = block->second.mapped] {}}, true);
-    return true;
   }
 
   bool contains(const char* address) {
     std::lock_guard lock(mutex_);
     const auto next = blocks_.upper_bound(const_cast<char*>(address));
-    return next != blocks_.begin() && address < std::prev(next)->first + std::prev(next)->second.bytes;
+    return next != blocks_.begin() && address < std::prev(next)->first + std::prev(next)->second;
   }
 
   c10::DeleterFnPtr raw_deleter() const override {
     return [](void* context) {
       std::lock_guard lock(memory().mutex_);
-      memory().blocks_.erase(static_cast<char*>(context));
+      munmap(context, memory().blocks_.extract(static_cast<char*>(context)).mapped());
     };
   }
 
   void copy_data(void* target, const void* source, size_t bytes) const override { std::memcpy(target, source, bytes); }
+  bool record_event(void*, void*, c10::Stream) override { return true; }  // a queued copy holds its memory
   void empty_cache() override {}
   at::HostStats get_stats() override { return {}; }
   void reset_accumulated_stats() override {}
@@ -242,13 +232,8 @@ class PinnedMemory final : public at::HostAllocator {
   }
 
  private:
-  struct Block {
-    size_t bytes;
-    std::shared_ptr<void> mapped;
-  };
-
   std::mutex mutex_;
-  std::map<char*, Block> blocks_;
+  std::map<char*, size_t> blocks_;  // bytes by address
 };
 
 }  // namespace
@@ -256,11 +241,6 @@ class PinnedMemory final : public at::HostAllocator {
 void* kernel_address(const void* device_address) {
   if (device_address == nullptr) return nullptr;
   return kernel_addresses + (static_cast<const char*>(device_address) - tensor_addresses);
-}
-
-int device_of(const void* device_address) {
-  const auto device = (static_cast<const char*>(device_address) - tensor_addresses) / kAddresses;
-  return device < static_cast<size_t>(device_count()) ? static_cast<int>(device) : -1;
 }
 
 void initialize(int devices, size_t bytes_of_each) { DeviceMemory::memory().initialize(devices, bytes_of_each); }

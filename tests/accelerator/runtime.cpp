@@ -57,7 +57,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of({stream.device_index(), std::exchange(this_streams[stream.device_index()], stream.id())});
   }
   void* getStreamNativeHandle(const c10::Stream stream) const { return reinterpret_cast<void*>(stream.id()); }
-  bool queryStream(const c10::Stream& stream) const override { return scheduler().query(scheduler().last(key_of(stream))); }
+  bool queryStream(const c10::Stream& stream) const override {
+    return scheduler().query(scheduler().last(key_of(stream)));
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
     wait(scheduler().last(key_of(stream)), stream.device_index());
   }
@@ -68,7 +70,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void destroyEvent(void* event, c10::DeviceIndex /*device*/) const noexcept override { delete &completion_of(event); }
-  void record(void** event, const c10::Stream& stream, c10::DeviceIndex device, c10::EventFlag /*flag*/) const override {
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex device, c10::EventFlag) const override {
     check_process();
     TORCH_CHECK(device == -1 || device == stream.device_index(), "an event of emulated:", device,
                 " cannot be recorded on a stream of emulated:", stream.device_index());
@@ -98,8 +100,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 // As of CUDA, its state is a seed and the number of random operations since.
 struct Generator final : c10::GeneratorImpl {
-  explicit Generator(int device)
-      : GeneratorImpl({kDeviceType, static_cast<c10::DeviceIndex>(device)}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+  explicit Generator(c10::DeviceIndex device)
+      : GeneratorImpl({kDeviceType, device}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
   void set_current_seed(uint64_t seed) override { state_[0] = seed, state_[1] = 0; }
   uint64_t current_seed() const override { return state_[0]; }
   void set_offset(uint64_t offset) override { state_[1] = offset; }
@@ -140,12 +142,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
-  at::Device getDeviceFromPtr(void* data) const override {
-    return {kDeviceType, static_cast<c10::DeviceIndex>(device_of(data))};
-  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
-    return at::make_generator<Generator>(device < 0 ? this_device : device);
+    return at::make_generator<Generator>(device < 0 ? getCurrentDevice() : device);
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     resize_storage(storage.unsafeGetStorageImpl(), bytes);
@@ -167,15 +166,16 @@ TORCH_LIBRARY(emulated, m) {
   m.def("is_forked", [] { return scheduler().is_forked(); });
   m.def("device_count", [] { return int64_t{device_count()}; });
   m.def("set_memory_limit", [](int64_t device, int64_t bytes) { set_memory_limit(static_cast<int>(device), bytes); });
-  m.def("memory_info", [](int64_t device) {  // free, total, allocated and reserved bytes, and the peaks of the latter
-    const auto index = static_cast<c10::DeviceIndex>(device);
-    const auto stats = device_allocator()->getDeviceStats(index);
+  m.def("memory_limit", [](int64_t device) { return static_cast<int64_t>(memory_limit(static_cast<int>(device))); });
+  m.def("memory", [](int64_t device) {  // the allocated and the reserved bytes, and their peaks
+    const auto stats = device_allocator()->getDeviceStats(static_cast<c10::DeviceIndex>(device));
     const auto &allocated = stats.allocated_bytes[0], &reserved = stats.reserved_bytes[0];
-    const auto total = static_cast<int64_t>(memory_limit(index)), free = std::max<int64_t>(total - reserved.current, 0);
-    return std::vector<int64_t>{free, total, allocated.current, reserved.current, allocated.peak, reserved.peak};
+    return std::vector<int64_t>{allocated.current, reserved.current, allocated.peak, reserved.peak};
   });
-  m.def("reset_peak_memory", [](int64_t device) { device_allocator()->resetPeakStats(static_cast<c10::DeviceIndex>(device)); });
-  m.def("empty_cache", [] { device_allocator()->emptyCache(); });
+  m.def("reset_peak_memory", [](int64_t device) {
+    device_allocator()->resetPeakStats(static_cast<c10::DeviceIndex>(device));
+  });
+  m.def("empty_cache", [] { device_allocator()->emptyCache({0, 0}); });
   m.def("default_generator", [](int64_t device) { return default_generator(static_cast<int>(device)); });
 }
 
@@ -198,7 +198,8 @@ void wait(const CompletionPtr& completion, int device) {
 const at::Generator& default_generator(int device) {
   static const auto* generators = [] {
     auto* all = new std::vector<at::Generator>;
-    for (int index = 0; index < device_count(); ++index) all->push_back(at::make_generator<Generator>(index));
+    for (int index = 0; index < device_count(); ++index)
+      all->push_back(at::make_generator<Generator>(static_cast<c10::DeviceIndex>(index)));
     return all;
   }();
   return generators->at(device < 0 ? this_device : device);

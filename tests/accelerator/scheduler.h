@@ -55,9 +55,7 @@ struct Durations {
 class WithoutGil {
  public:
   WithoutGil() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
-  ~WithoutGil() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
+  ~WithoutGil() { if (state_ != nullptr) PyEval_RestoreThread(state_); }
 
  private:
   PyThreadState* state_;

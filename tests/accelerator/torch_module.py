@@ -124,19 +124,19 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def memory_allocated(device: Device = None) -> int:
-    return _ops.memory_info(_index(device))[2]
+    return _ops.memory(_index(device))[0]
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    return _ops.memory_info(_index(device))[4]
+    return _ops.memory(_index(device))[2]
 
 
 def memory_reserved(device: Device = None) -> int:
-    return _ops.memory_info(_index(device))[3]
+    return _ops.memory(_index(device))[1]
 
 
 def max_memory_reserved(device: Device = None) -> int:
-    return _ops.memory_info(_index(device))[5]
+    return _ops.memory(_index(device))[3]
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
@@ -149,8 +149,8 @@ def empty_cache() -> None:
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
     """Return the free and the total memory in bytes."""
-    free, total = _ops.memory_info(_index(device))[:2]
-    return free, total
+    total = _ops.memory_limit(_index(device))
+    return max(0, total - memory_reserved(device)), total
 
 
 def get_rng_state(device: Device = "emulated") -> torch.Tensor:
