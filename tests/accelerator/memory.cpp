@@ -136,6 +136,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
       const auto newest = std::prev(cached.upper_bound(smallest->first));
       auto* block = newest->second;
       cached.erase(newest);
+      // Not at free(): a GPU writes nothing then, and FSDP2 frees gradients that another stream still reads, as its
+      // reduce-scatter stream waits for that stream before it allocates again.
+      fill(*block, "fill freed memory");
       return block;
     }
     if (state.stats.reserved_bytes[0].current + bytes > state.limit || state.end + bytes > kAddresses) return nullptr;
@@ -159,12 +162,11 @@ class DeviceMemory final : public c10::DeviceAllocator {
     cache_unused(state);
   }
 
-  // Fills the freed blocks that no other stream uses any more, and makes them available to their stream.
+  // Makes the freed blocks that no other stream uses any more available to their stream.
   void cache_unused(State& state) {
     auto is_done = [](const CompletionPtr& use) { return Scheduler::instance().is_done(use); };
     state.in_use.remove_if([&](FreedBlock& freed) {
       if (!std::all_of(freed.other_uses.begin(), freed.other_uses.end(), is_done)) return false;
-      fill(*freed.block, "fill freed memory");
       state.cached[freed.block->stream].emplace(freed.block->bytes, freed.block);
       return true;
     });
