@@ -63,6 +63,30 @@ MUTANTS = [
         fault="On the device of an extension of torch the optimizer updates parameters that the model has replaced.",
         tests="tests/unit/test_training_state.py -k keeps_its_parameters",
     ),
+    Mutant(
+        "Checkpoints.__init__",
+        old="accelerator.select",
+        new="id",
+        fault="The thread that saves checkpoints works on the first GPU, in memory of another rank.",
+        tests="tests/gpu/test_trainer.py -k thread_that_saves",
+        ranks=2,
+    ),
+    Mutant(
+        "Trainer.__init__",
+        old='world.device.type != "cpu"',
+        new="False",
+        fault="Batches are copied to the GPU from memory that is not pinned, so that each copy blocks.",
+        tests="tests/gpu/test_trainer.py -k pinned",
+        ranks=2,
+    ),
+    Mutant(
+        "accelerator.peak_memory",
+        old="0 if read is None else read(device)",
+        new="0",
+        fault="The trainer reports no memory of the GPU.",
+        tests="tests/gpu/test_trainer.py -k memory_of_an_entry",
+        ranks=2,
+    ),
     # -- benchmarks -----------------------------------------------------------------------------------------
     Mutant(
         "compared_backends.select",

@@ -71,8 +71,8 @@ MUTANTS = [
     ),
     _on_the_device(
         "DeviceMover.memory",
-        "pin_memory=True",
-        "pin_memory=False",
+        'torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)',
+        'torch.empty(count, dtype=dtype, device="cpu")',
         "Copies to host memory that is not pinned block the caller.",
         f"{LATE} -k asynchronous",
     ),

@@ -41,7 +41,7 @@ def train(data: TensorDataset, epochs: int = 2, **options: Any) -> list[torch.Te
     """Return the parameters after training with `Trainer`."""
     model = make_model()
     make_trainer(model, **options).fit(data, epochs)
-    return [each.detach() for each in model.parameters()]
+    return [each.detach().cpu() for each in model.parameters()]
 
 
 def train_alone(data: TensorDataset, batch: int, size: int, epochs: int = 2) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ def order_of(data: TensorDataset, epoch: int, size: int) -> torch.Tensor:
 
 def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [96, 101, 67, 3])
@@ -154,7 +154,7 @@ def test_sixteen_bits_reach_nearly_the_same_loss(
     assert set(dtypes) == {dtype}
     whole = train(data, batch_size=8, max_grad_norm=max_grad_norm)
     for mine, theirs, begin in zip(model.parameters(), whole, make_model().parameters(), strict=True):
-        moved, error = (theirs - begin).norm().item(), (theirs - mine).norm().item()
+        moved, error = (theirs - begin).norm().item(), (theirs - mine.cpu()).norm().item()
         assert 0 < error < 0.05 * moved
 
 
@@ -167,7 +167,7 @@ def test_all_ranks_start_from_the_parameters_of_rank_0(world: mpicomm.World, str
     make_trainer(model, strategy=strategy)
     for name, each in model.state_dict().items():
         whole = each.full_tensor() if isinstance(each, DTensor) else each
-        assert torch.equal(whole, expected[name]), name
+        assert torch.equal(whole.cpu(), expected[name]), name
 
 
 def test_each_rank_draws_random_numbers_of_its_own(world: mpicomm.World) -> None:
