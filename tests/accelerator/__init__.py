@@ -12,7 +12,7 @@ import atexit
 
 import torch
 
-from tests.accelerator import build
+from tests.accelerator import build, hardware
 
 NAME = "emulated"
 
@@ -37,8 +37,12 @@ def register() -> None:
     if reason := reason_to_skip():
         raise RuntimeError(reason)
     torch.ops.load_library(str(build.library()))
-    from tests.accelerator import torch_module
+    torch.ops.emulated.initialize(len(hardware.visible_devices()), hardware.memory_bytes())
+    from torch import _meta_registrations  # noqa: F401  the shapes of the results of more operators
 
+    from tests.accelerator import operators, torch_module
+
+    operators.register()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, torch_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]*"))
-SECONDS = 1800
 
 
 def compiler() -> str | None:
@@ -53,22 +53,27 @@ def _compile(path: Path, sources: Sequence[Path]) -> None:
     if cxx is None:
         raise RuntimeError("there is no C++ compiler\nInstall g++, or set CXX.")
     torch_folder = Path(torch.__file__).parent
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    command = [
-        *(
-            cxx,
-            "-shared",
-            "-fPIC",
-            "-std=c++20",
-            "-O1",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        ),
+    abi = int(torch.compiled_with_cxx11_abi())
+    options = [
+        *("-fPIC", "-std=c++20", "-O1", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
         *(f"-isystem{torch_folder / 'include'}", f"-isystem{torch_folder / 'include/torch/csrc/api/include'}"),
         f"-isystem{sysconfig.get_paths()['include']}",
-        *(str(source) for source in sources if source.suffix == ".cpp"),
-        *(f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch_python", "-o", str(unfinished)),
     ]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS)
-    if done.returncode != 0:
-        raise RuntimeError(f"the compiler failed: {' '.join(command)}\n{done.stderr[-4000:]}")
-    unfinished.replace(path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as name:
+        folder = Path(name)
+        objects = {source: folder / f"{source.stem}.o" for source in sources if source.suffix == ".cpp"}
+        _run([[cxx, *options, "-c", str(source), "-o", str(target)] for source, target in objects.items()])
+        library = folder / path.name
+        libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch_python"]
+        linked = ["-shared", *map(str, objects.values()), *libraries]
+        _run([[cxx, *linked, "-o", str(library)]])
+        library.replace(path)
+
+
+def _run(commands: list[list[str]]) -> None:
+    """Run commands in parallel."""
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    messages = [process.communicate()[1] for process in processes]
+    for command, process, message in zip(commands, processes, messages, strict=True):
+        if process.returncode != 0:
+            raise RuntimeError(f"the compiler failed: {' '.join(command)}\n{message[-4000:]}")

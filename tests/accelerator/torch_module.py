@@ -10,6 +10,8 @@ import torch
 from torch import Event, Stream
 from torch.types import Device
 
+from tests.accelerator import hardware
+
 __all__ = [
     "DeviceProperties", "Event", "Stream", "current_device", "current_stream", "default_stream", "device",
     "device_count", "empty_cache", "get_amp_supported_dtype", "get_device_name", "get_device_properties",
@@ -106,7 +108,7 @@ def stream(stream: Stream | None) -> AbstractContextManager[object]:
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
     index = _index(device)
-    return DeviceProperties("Emulated device", _ops.uuid(index), mem_get_info(index)[1])
+    return DeviceProperties("Emulated device", hardware.visible_devices()[index].uuid, mem_get_info(index)[1])
 
 
 def get_device_name(device: Device = None) -> str:
@@ -126,11 +128,11 @@ def memory_allocated(device: Device = None) -> int:
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    return _ops.memory(_index(device))[1]
+    return _ops.memory(_index(device))[2]
 
 
 def memory_reserved(device: Device = None) -> int:
-    return _ops.memory(_index(device))[2]
+    return _ops.memory(_index(device))[1]
 
 
 def max_memory_reserved(device: Device = None) -> int:
@@ -147,8 +149,8 @@ def empty_cache() -> None:
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
     """Return the free and the total memory in bytes."""
-    free, total = _ops.memory_info(_index(device))
-    return free, total
+    total = _ops.memory_limit(_index(device))
+    return max(0, total - memory_reserved(device)), total
 
 
 def get_rng_state(device: Device = "emulated") -> torch.Tensor:
