@@ -65,7 +65,8 @@ def _compile(path: Path, sources: Sequence[Path]) -> None:
         _run([[cxx, *options, "-c", str(source), "-o", str(target)] for source, target in objects.items()])
         library = folder / path.name
         libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch_python"]
-        _run([[cxx, "-shared", *map(str, objects.values()), *libraries, "-o", str(library)]])
+        linked = ["-shared", *map(str, objects.values()), *libraries]
+        _run([[cxx, *linked, "-o", str(library)]])
         library.replace(path)
 
 
