@@ -31,7 +31,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # One OpenMP thread per rank: N ranks with one thread per core each would oversubscribe the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants generated-mutants lint docs dist clean
+.PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-emulated test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants generated-mutants lint docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -85,13 +85,17 @@ test-%: $(ENVS) ## run tests on N ranks with Open MPI, and those that depend on 
 	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/mpi tests/collective_ops tests/programs tests/horovod
 
 features-%: $(ENVS) ## run tests of torch's features and the trainer on N ranks, with MPICH
-	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/features tests/training tests/bench tests/gpu
+	$(mpich) $(limited) mpirun -n $* pytest --with-mpi tests/features tests/training tests/bench
 
 cluster-up: $(ENVS) ## start a Slurm cluster of four hosts on this machine (root)
 	$(openmpi) OTHER_MPI_ENV=.venv-mpich python -m tests.cluster up
 
 cluster-down: .venv/.ready ## stop the cluster and remove its files
 	$(openmpi) python -m tests.cluster down
+
+# Cached in the environment: the emulated accelerator of tests/accelerator, which takes a minute to compile.
+test-emulated: .venv/.ready ## run GPU tests on two ranks with an emulated accelerator
+	$(openmpi) $(limited) mpirun -n 2 pytest --with-mpi tests/gpu
 
 test-gpu: $(ENVS) ## run GPU tests on two and four ranks, which may share a GPU, and measure transfers to MPI
 	$(openmpi) $(limited) mpirun -n 2 pytest --with-mpi tests/gpu

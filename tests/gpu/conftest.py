@@ -1,7 +1,7 @@
 """Tests of tensors on GPUs. Without a GPU, they use the emulated accelerator.
 
-It becomes the accelerator of the whole process: if other tests run in the same process, or it cannot be built here, the
-tests use a simulated GPU in host memory that delays its copies.
+It becomes the accelerator of the whole process, so these tests run in a process without other tests: `make
+test-emulated`. If it cannot be built here, they use a simulated GPU in host memory that delays its copies.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ CHUNK_BYTES = 2**16
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Register the emulated accelerator before the first test starts the world."""
-    are_alone = all(item.path.is_relative_to(Path(__file__).parent) for item in items)
-    if are_alone and pytest_plugin.runs_on_ranks(config):
-        os.environ.setdefault("MPICOMM_GPU_CHUNK_KIB", str(CHUNK_BYTES // 1024))
-        if not emulated.reason_to_skip():
-            emulated.register()
+    if not pytest_plugin.runs_on_ranks(config):
+        return
+    own = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
+    if len(own) < len(items):
+        for item in own:
+            item.add_marker(pytest.mark.skip("needs a process without other tests: make test-emulated"))
+        return
+    os.environ.setdefault("MPICOMM_GPU_CHUNK_KIB", str(CHUNK_BYTES // 1024))
+    if not emulated.reason_to_skip():
+        emulated.register()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def test_a_resumed_run_draws_the_numbers_of_its_device(world: mpicomm.World, dir
 def test_the_memory_of_an_entry_is_that_of_the_device(world: mpicomm.World) -> None:
     entries: list[dict[str, Any]] = []
     module = torch.get_device_module(world.device)
+    gc.collect()
     module.reset_peak_memory_stats(world.device)  # which earlier tests have raised
     before = module.memory_allocated(world.device)
     ballast = torch.empty(2**20, 8, device=world.device)  # 32 MiB

@@ -21,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 import mpicomm
 from mpicomm import torch_compatibility, torch_internals
 from mpicomm.backend import registration
-from mpicomm.devices import accelerator as devices
-from tests import accelerator
 from tests.accelerator import recording
 
 EXTRA_SECONDS = 30
@@ -53,20 +51,11 @@ Program = Callable[[dist.ProcessGroup, Tensors], Any]
 
 
 @pytest.fixture(scope="module")
-def device(world: mpicomm.World) -> torch.device:
-    """Return the GPU of this rank, the emulated one if there is no other; it has a recording backend."""
-    if world.device.type == "cpu":
-        if reason := accelerator.reason_to_skip():
-            pytest.skip(reason)
-        accelerator.register()
-        torch.accelerator.set_device_index(world.local_rank % torch.accelerator.device_count())
-    recording.register(devices.device_type())
-    return devices.current_device()
-
-
-@pytest.fixture(scope="module")
 def pair(device: torch.device) -> Iterator[list[dist.ProcessGroup]]:
     """Return a group of torch and one of mpicomm, each with a recording backend for the tensors of the device."""
+    if device.type == "cpu":
+        pytest.skip("needs a GPU")
+    recording.register(device.type)
     names = [recording.NAME, registration.register_beside(f"{device.type}:{recording.NAME}")]
     groups = [dist.new_group(backend=name) for name in names]
     yield groups
