@@ -40,6 +40,7 @@ SUMMED = [dtype for dtype in DTYPES if dtype is not torch.bool]
 LAYOUTS = ["dense", "offset", "strided", "transposed"]
 MOST_PENDING = 6
 POISON = 77  # a value that no tensor holds
+RING = 2**14  # the tag of the messages to the next rank; smaller ones are the numbers of cases
 
 
 @dataclasses.dataclass
@@ -339,8 +340,8 @@ def ring(fuzz: Fuzz, case: Case) -> Started:
     source = fuzz.place(case, fuzz.expected(case, fuzz.rank))
     output, second = fuzz.blank(case, case.count), torch.zeros(case.count, dtype=case.dtype)
     old = output.clone()
-    receives = [dist.irecv(output, before), dist.irecv(second, before)]
-    sends = [dist.isend(source, after), dist.isend(fuzz.expected(case, fuzz.rank + 1), after)]
+    receives = [dist.irecv(output, before, tag=RING), dist.irecv(second, before, tag=RING)]
+    sends = [dist.isend(content, after, tag=RING) for content in (source, fuzz.expected(case, fuzz.rank + 1))]
     if not case.is_async:
         for work in sends:
             work.wait()  # type: ignore[union-attr]
@@ -359,11 +360,11 @@ def ring(fuzz: Fuzz, case: Case) -> Started:
 
 @operation
 def any_source(fuzz: Fuzz, case: Case) -> Started:
-    """The root receives a message of each other rank, in any order."""
+    """The root receives a message of each other rank, in any order; the tag is not that of other cases."""
     if fuzz.rank != case.root:
-        return [dist.isend(fuzz.place(case, fuzz.expected(case, fuzz.rank)), case.root, tag=7)], lambda: True
+        return [dist.isend(fuzz.place(case, fuzz.expected(case, fuzz.rank)), case.root, tag=case.number)], lambda: True
     outputs = [fuzz.blank(case, case.count) for _ in range(fuzz.size - 1)]
-    senders = [dist.recv(output, tag=7) for output in outputs]
+    senders = [dist.recv(output, tag=case.number) for output in outputs]
     return (
         [],
         lambda: (

@@ -31,6 +31,9 @@ class Busy(NamedTuple):
     later: torch.Tensor
     """One more than the rank, to be copied."""
 
+    def __repr__(self) -> str:
+        return "tensors of a busy device"  # pytest shows it if a test fails: their values would take minutes
+
 
 @pytest.fixture
 def busy(group: Group, device: torch.device) -> Iterator[Busy]:

@@ -116,8 +116,8 @@ MUTANTS = [
         "A message from the host overtakes an earlier one from the device.",
     ),
     _on_the_device(
-        "PendingMessages.advance",
-        "self.unposted.post_ready()",
+        "MessageWork.is_completed",
+        "self._messages.unposted.post_ready()",
         "pass",
         "A message is not sent while its rank computes.",
         f"{LATE} -k while_its_rank_computes",
@@ -201,5 +201,13 @@ MUTANTS = [
         new="dense.view(-1)",
         fault="A column of a matrix of one row cannot be sent.",
         tests="tests/unit/test_pytree.py -k one_row",
+    ),
+    # -- Horovod --------------------------------------------------------------------------------------------
+    _on_the_device(
+        "Submission.wait_for_events",
+        "event.wait(accelerator.current_stream(event.device))",
+        "pass",
+        "Tensors are reduced before they have been computed.",
+        "tests/gpu/test_horovod_streams.py",
     ),
 ]

@@ -161,8 +161,6 @@ class PendingMessages:
 
     def advance(self) -> None:
         """Test every message in flight, which drives its progress."""
-        if self.unposted.waiting:
-            self.unposted.post_ready()
         for work in list(self._in_flight):
             work.is_completed()  # a completed message calls `forget`
 

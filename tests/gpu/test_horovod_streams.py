@@ -1,0 +1,51 @@
+"""Horovod's API on GPU tensors: its engine's thread, and threads that wait, use the streams of the GPU in turn."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import mpicomm
+import mpicomm.horovod as hvd
+from mpicomm.devices import accelerator
+
+COUNT = 1000
+
+
+@pytest.fixture
+def started(world: mpicomm.World, alone: None) -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def test_fused_tensors_of_several_streams(world: mpicomm.World, started: None, device: torch.device) -> None:
+    """The threads run cycles in turn, which use the same fusion buffer; tensors and results are dropped early."""
+    draws, streams = random.Random(world.rank), [torch.Stream(device) for _ in range(3)]
+    contents = [torch.arange(float(COUNT)).pin_memory() + number for number in range(4)]
+    results: list[list[torch.Tensor]] = []
+    for step in range(40):
+        with accelerator.on_stream(streams[step % 3]):
+            handles = [
+                hvd.allreduce_async(
+                    content.to(device, non_blocking=True) * (world.rank + 1), name=str(number), op=hvd.Sum
+                )
+                for number, content in enumerate(contents)
+            ]
+            torch.full((COUNT,), -1.0, device=device)
+            if draws.random() < 0.5:
+                time.sleep(0.005)  # several cycles: the engine's thread runs the operations
+        # Not the stream of the next step, which would order the steps.
+        with accelerator.on_stream(streams[(step + 2) % 3]):
+            results.append([hvd.synchronize(handle) + 0 for handle in handles])
+            del handles
+            torch.full((COUNT,), -1.0, device=device)
+    torch.accelerator.synchronize()  # only now: the device is behind the host until here
+    factor = world.size * (world.size + 1) / 2
+    for of_step in results:
+        for result, content in zip(of_step, contents, strict=True):
+            assert torch.equal(result.cpu(), factor * content)
