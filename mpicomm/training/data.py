@@ -161,7 +161,15 @@ def digest(samples: list[Any]) -> bytes:
             return type(value)
         memory = b""
         with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):  # a sparse tensor, for example
-            memory = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+            memory = (
+                value.detach()
+                .cpu()
+                .reshape(-1)
+                .clone(memory_format=torch.contiguous_format)
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
         return value.dtype, value.shape, hashlib.blake2b(memory).hexdigest()
 
     text = repr([mapped(sample, content) for sample in samples])

@@ -51,6 +51,7 @@ def assert_works(group: dist.ProcessGroup, ranks: list[int]) -> None:
 @pytest.fixture
 def bound_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bind the world to a device, as on a host with GPUs: torch only splits groups that are bound to a device."""
+    monkeypatch.setattr(dist.Backend, "backend_capability", dict(dist.Backend.backend_capability))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda", 0))

@@ -70,7 +70,7 @@ def test_the_memory_of_an_entry_is_that_of_the_device(world: mpicomm.World) -> N
     trained(samples(8 * world.size), 1, log_every=1, logger=entries.append)
     peaks = [entry["memory_mib"] for entry in entries if entry["event"] == "step"]
     assert (len(peaks) > 0) == (world.rank == 0)
-    assert all(32 <= peak - before / 2**20 < 64 for peak in peaks)
+    assert all(32 <= peak - before / 2**20 < 128 for peak in peaks)  # less than any process has resident
     del ballast
 
 

@@ -243,7 +243,7 @@ def test_a_library_that_answers_queries(monkeypatch: pytest.MonkeyPatch, vendor:
     monkeypatch.setattr(vendors, "vendor", vendor)
     for answers in ({}, dict.fromkeys(vendor.mpi_queries, 0), {vendor.mpi_queries[-1]: 1}):
         functions = SimpleNamespace(**{query: (lambda answer=answer: answer) for query, answer in answers.items()})
-        monkeypatch.setattr(probe.mpi, "library", lambda: SimpleNamespace(description="Open MPI", path="libmpi.so"))
+        monkeypatch.setattr(probe.mpi, "library", lambda: Library("Open MPI", "5.0", path="libmpi.so"))
         monkeypatch.setattr(probe.ctypes, "CDLL", lambda _path, functions=functions: functions)
         assert probe.is_claimed({}) == (1 in answers.values())
 

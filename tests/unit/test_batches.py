@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler, WeightedRandomSampler
 
-from mpicomm.training import batches
+from mpicomm.training import batches, data
 from mpicomm.training.data import DataRank, LoaderOptions
 from mpicomm.training.data_argument import make_source
 
@@ -225,3 +225,10 @@ def test_a_model_that_returns_no_loss_is_refused(outputs: Any) -> None:
 def test_an_invalid_loss_function_is_refused(loss_fn: Any) -> None:
     with pytest.raises(TypeError, match=r"loss_fn must be a function .*, got .*\nPass for example .*MSELoss\(\)"):
         batches.LOSS_FUNCTION.check(loss_fn, "loss_fn")
+
+
+def test_samples_that_differ_have_different_digests() -> None:
+    """Also one element of a column, which is contiguous but cannot be viewed as bytes."""
+    column = torch.arange(4.0).reshape(2, 2)[:1, 0]
+    assert data.digest([column]) == data.digest([column.clone()])
+    assert data.digest([column]) != data.digest([column + 1])
