@@ -5,6 +5,7 @@ All other code treats every accelerator alike, through `torch.accelerator`, `tor
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import weakref
@@ -19,6 +20,8 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit synchronisation with the default stream
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _WITHOUT_IPC = ("expandable_segments:True", "backend:cudaMallocAsync")
+
+_idle_streams: dict[int, list[ctypes.c_void_p]] = collections.defaultdict(list)  # by the index of the GPU
 
 
 class Vendor:
@@ -97,14 +100,19 @@ class CUDA(Vendor):
         """Return a CUDA stream that no other part of the program uses.
 
         torch allocates streams from a pool of 32 per GPU, so a program with many streams would share one with mpicomm.
-        Therefore this calls cuStreamCreate (CUDA Driver API); if that fails, it takes a stream of the pool.
+        Therefore this calls cuStreamCreate (CUDA Driver API); if that fails, it takes a stream of torch's pool. Streams
+        are used again, and never destroyed: torch's allocators record an event on each stream that has used a block of
+        memory, when the block is freed, which can be at any later time.
         """
-        handle = _create_stream(device.index or 0)
+        ordinal = device.index or 0
+        try:
+            handle: ctypes.c_void_p | None = _idle_streams[ordinal].pop()
+        except IndexError:
+            handle = _create_stream(ordinal)
         if handle is None:
             return torch.Stream(device)
         stream = torch.cuda.ExternalStream(handle.value, device=device)
-        end = weakref.finalize(stream, _driver().cuStreamDestroy_v2, handle)
-        end.atexit = False  # CUDA is already shut down at exit
+        weakref.finalize(stream, _idle_streams[ordinal].append, handle).atexit = False
         return stream
 
     def allow_events_during_capture(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 from types import SimpleNamespace
 from unittest import mock
@@ -47,6 +48,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch, "Stream", lambda device: Stream(None, device))
     monkeypatch.setattr(vendors, "vendor", vendors.CUDA)
     monkeypatch.setattr(vendors, "_driver", lambda: state.driver)
+    monkeypatch.setattr(vendors, "_idle_streams", collections.defaultdict(list))
     return state
 
 
@@ -98,23 +100,32 @@ def test_a_thread_begins_on_the_gpu_of_its_creator(cuda: SimpleNamespace) -> Non
     assert cuda.entered == [GPU]
 
 
-def test_the_stream_of_a_thread_lasts_as_long_as_the_thread(cuda: SimpleNamespace) -> None:
-    """Its object would destroy it."""
+def test_the_stream_of_a_thread_is_its_own_as_long_as_the_thread_lasts(cuda: SimpleNamespace) -> None:
+    """The stream of an object that is dropped is used again."""
     cuda.is_started = True
     gpu = ThreadDevice()
     gpu.enter()
     gc.collect()
-    assert "cuStreamCreate" in cuda.driver.called
-    assert "cuStreamDestroy_v2" not in cuda.driver.called
+    other = vendors.CUDA().own_stream(GPU)
+    assert cuda.driver.called.count("cuStreamCreate") == 2
+    del other
 
 
 def test_a_stream_is_not_one_of_torchs_pool(cuda: SimpleNamespace) -> None:
     stream = vendors.CUDA().own_stream(GPU)
     assert (stream.handle, stream.device) == (CREATED, GPU)
     assert cuda.driver.called[-1] == "cuCtxPopCurrent_v2"
+
+
+def test_a_stream_is_used_again_and_never_destroyed(cuda: SimpleNamespace) -> None:
+    """A tensor that has used it can be freed at any later time, and records an event on it then."""
+    stream = vendors.CUDA().own_stream(GPU)
     del stream
     gc.collect()
-    assert cuda.driver.called[-1] == "cuStreamDestroy_v2"
+    assert vendors.CUDA().own_stream(GPU).handle == CREATED
+    assert vendors.CUDA().own_stream(torch.device("cuda", 0)).handle == CREATED
+    assert cuda.driver.called.count("cuStreamCreate") == 2  # one for each GPU
+    assert "cuStreamDestroy_v2" not in cuda.driver.called
 
 
 @pytest.mark.parametrize("fails", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuStreamCreate"])
