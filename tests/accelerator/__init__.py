@@ -73,3 +73,8 @@ def set_memory_limit(device: int, size_bytes: int) -> None:
 def take_log() -> list[str]:
     """Return the operations that have run since the last call, in their order: "device:stream name"."""
     return torch.ops.emulated.take_log()
+
+
+def accessible_address(address: int) -> int:
+    """Return where the host can access the memory at a tensor's address, as the vendor's driver and MPI can."""
+    return torch.ops.emulated.accessible_address(address)

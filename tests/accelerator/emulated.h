@@ -30,6 +30,7 @@ constexpr auto kDeviceType = c10::DeviceType::PrivateUse1;
 void initialize(int devices, size_t bytes_of_each);
 int device_count();
 void* kernel_address(const void* device_address);
+int64_t accessible_address(int64_t address);
 c10::DeviceAllocator* device_allocator();
 size_t memory_limit(int device);
 void set_memory_limit(int device, size_t bytes);

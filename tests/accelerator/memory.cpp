@@ -245,6 +245,11 @@ void* kernel_address(const void* device_address) {
   return kernel_addresses + (static_cast<const char*>(device_address) - tensor_addresses);
 }
 
+int64_t accessible_address(int64_t address) {
+  const auto offset = static_cast<size_t>(address - reinterpret_cast<int64_t>(tensor_addresses));
+  return offset < kAddresses * device_count() ? reinterpret_cast<int64_t>(kernel_addresses + offset) : address;
+}
+
 void initialize(int devices, size_t bytes_of_each) { DeviceMemory::memory().initialize(devices, bytes_of_each); }
 int device_count() { return DeviceMemory::memory().devices(); }
 c10::DeviceAllocator* device_allocator() { return &DeviceMemory::memory(); }

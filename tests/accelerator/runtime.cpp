@@ -175,6 +175,7 @@ TORCH_LIBRARY(emulated, m) {
   m.def("reset_peak_memory", [](int64_t device) {
     device_allocator()->resetPeakStats(static_cast<c10::DeviceIndex>(device));
   });
+  m.def("accessible_address", accessible_address);
   m.def("empty_cache", [] { device_allocator()->emptyCache({0, 0}); });
   m.def("default_generator", [](int64_t device) { return default_generator(static_cast<int>(device)); });
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 FUZZ, LATE = "tests/gpu/test_fuzz.py", "tests/gpu/test_late_device.py"
+ADDRESSES = "tests/gpu/test_gpu_aware_mpi.py"
 
 
 def _on_the_device(place: str, old: str, new: str, fault: str, tests: str = FUZZ) -> Mutant:
@@ -46,6 +47,38 @@ MUTANTS = [
         "self._mark = mover.mark()",
         "self._mark = None if mover.is_host else torch.Event(tensor.device)",
         "Copies follow an event that was never recorded.",
+    ),
+    # -- GPU-aware MPI ----------------------------------------------------------------------------------------
+    _on_the_device(
+        "GPUDirect.prepare", "mark.synchronize()", "pass", "MPI reads content before it has been computed.", ADDRESSES
+    ),
+    _on_the_device(
+        "GPUDirect.for_sending",
+        "return buffers.pack(tensor), _end_of_work(tensor)",
+        "return buffers.pack(tensor), None",
+        "MPI sends content before it has been computed.",
+        ADDRESSES,
+    ),
+    _on_the_device(
+        "GPUDirect.for_receiving",
+        "return output_buffer, _end_of_work(tensor), deliver",
+        "return output_buffer, None, deliver",
+        "A message replaces content that is still to be read.",
+        ADDRESSES,
+    ),
+    _on_the_device(
+        "mpi_calls.spec",
+        "buffers.synchronize_stream(dense)",
+        "pass",
+        "MPI reads a copy on the GPU before it has been made.",
+        ADDRESSES,
+    ),
+    _on_the_device(
+        "DenseCollectives._copy_into",
+        "buffers.without_alias(source.detach().view(-1), block)",
+        "source.detach().view(-1)",
+        "A rank's part is copied to its place while the copy changes the part.",
+        ADDRESSES,
     ),
     # -- staging --------------------------------------------------------------------------------------------
     _on_the_device(

@@ -228,7 +228,8 @@ class DenseCollectives:
         if are_on_host and (nbytes <= _LIST_BUFFER_BYTES or abs(place - address) < nbytes):
             ctypes.memmove(place, address, nbytes)
         else:  # torch copies with several threads, and refuses memory that overlaps
-            output.detach().view(-1).narrow(0, start, source.numel()).copy_(source.detach().view(-1))
+            block = output.detach().view(-1).narrow(0, start, source.numel())
+            block.copy_(buffers.without_alias(source.detach().view(-1), block))
 
     @property
     def _slots(self) -> NativeSlots:
