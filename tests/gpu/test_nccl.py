@@ -1,4 +1,4 @@
-"""NCCL as inner backend: NCCL transfers the CUDA tensors of a group, MPI all other tensors. Needs one GPU per rank."""
+"""NCCL inside a group: NCCL transfers the CUDA tensors, MPI all other tensors. Ranks may share a GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm
+from tests.gpu import program
 from tests.worlds import Group
 
 pytestmark = pytest.mark.gpu
@@ -19,9 +20,10 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def group(groups: dict[str, Group], world: mpicomm.World) -> Iterator[Group]:
     """A group of all ranks with NCCL."""
-    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
-    if gpus < world.local_size:
-        pytest.skip(f"needs a GPU for each rank: {world.local_size} ranks, {gpus} GPUs")
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        pytest.skip("needs a GPU and NCCL")
+    if torch.cuda.device_count() < world.local_size:
+        program.separate_for_nccl()
     handle = dist.new_group(backend="mpicomm_nccl")
     yield Group(handle, world.rank, world.size, list(range(world.size)))
     dist.destroy_process_group(handle)

@@ -1,0 +1,165 @@
+"""Runs the tests, random operations and examples on this machine's GPUs: `python -m tests.gpu --write`.
+
+Ranks may share a GPU; without one, the emulated accelerator is used. The MPI library is that of this environment.
+`--write` writes docs/results/gpu-<device type>-<MPI>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import rank_results
+from mpicomm import job_info, mpi
+from mpicomm.devices import accelerator, vendors
+from mpicomm.reports import result_files
+from tests.launching import ROOT, on_ranks, run_within
+
+SECONDS = 900.0
+"""The time limit of a command."""
+
+_SUMMARY = re.compile(
+    r"\d+ (?:passed|failed).*|\d+ operations on .* wrong|test accuracy.*|held-out loss [\d.]+|"
+    r"\w+Error: .*|.*continued from.*"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The end of a part."""
+
+    commands: Sequence[str]
+    statuses: Sequence[int | None]
+    """The exit statuses of the commands; None at the time limit."""
+
+    seconds: float
+    summary: Sequence[str]
+    """The lines of the output that count results, or name an error."""
+
+    @property
+    def is_good(self) -> bool:
+        return not any(status != 0 for status in self.statuses)
+
+
+Commands = Sequence[Sequence[str]]
+"""Commands that run one after the other; each exits with status 0 if its results are correct."""
+
+EXAMPLES = {
+    "p2p": [[]],
+    "collectives": [[]],
+    "ddp": [[]],
+    "model_parallel": [[]],
+    "fsdp": [["--dir", "fsdp"]],
+    "trainer": [["--dir", "float32", "--epochs", "6"], ["--dir", "float32", "--epochs", "12"]],
+    "trainer, bfloat16": [["--dir", "bfloat16", "--precision", "bfloat16"]],
+    "trainer, float16": [["--dir", "float16", "--precision", "float16"]],
+}
+"""The arguments of each run of an example; `--dir` is below the directory of all files."""
+
+
+def parts(directory: str) -> dict[str, Commands]:
+    """Return the parts by name; the examples keep their files in `directory`."""
+    found: dict[str, Commands] = {}
+    for ranks in (2, 4):
+        found[f"tests, {ranks} ranks"] = [
+            on_ranks(ranks, ["-m", "pytest", "--with-mpi", "--color=no", "-q", "tests/gpu"])
+        ]
+        found[f"random operations, {ranks} ranks"] = [
+            on_ranks(ranks, ["-m", "tests.gpu.fuzz", "--seeds", "0:20", "--operations", "500"])
+        ]
+    for backend in ("MPI", "NCCL")[: 1 + _has_nccl()]:
+        files = f"{directory}/{backend}"
+        for name in EXAMPLES:
+            found[f"{name}, {backend}"] = [on_ranks(2, each) for each in _example(name, files, backend)]
+        if mpi.library().vendor == "Open MPI":  # which can continue without a rank
+            killed = ["-m", "mpicomm.examples.trainer", "--kill", "20", "--dir", f"{files}/killed"]
+            launcher = ["-m", "mpicomm", "run", "-n", "3", "--fault-tolerant", "-m", "tests.gpu.program"]
+            found[f"trainer without a killed rank, {backend}"] = [[sys.executable, *launcher, backend, *killed[1:]]]
+    return found
+
+
+def _has_nccl() -> bool:
+    return torch.cuda.is_available() and torch.distributed.is_nccl_available()
+
+
+def _example(name: str, directory: str, backend: str) -> list[list[str]]:
+    program = ["-m", "tests.gpu.program", backend, f"mpicomm.examples.{name.partition(',')[0]}"]
+    runs = [
+        [f"{directory}/{word}" if "--dir" in run[:index][-1:] else word for index, word in enumerate(run)]
+        for run in EXAMPLES[name]
+    ]
+    return [[*program, *run] for run in runs]
+
+
+def run(commands: Commands, log: Path) -> Result:
+    """Run the commands of a part; write their output to a file."""
+    start = time.monotonic()
+    outcomes = [run_within(SECONDS, command, cwd=ROOT) for command in commands]
+    seconds = time.monotonic() - start
+    output = "".join(f"{outcome.stdout}\n{outcome.stderr}\nexit status {outcome.status}\n" for outcome in outcomes)
+    log.write_text(output)
+    texts = [shlex.join(["python" if word == sys.executable else word for word in command]) for command in commands]
+    summary = list(dict.fromkeys(_SUMMARY.findall(output)))
+    return Result(texts, [outcome.status for outcome in outcomes], round(seconds, 1), summary)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--part", action="append", help="name of a part, or its start; repeatable (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parts that run at a time (%(default)s)")
+    parser.add_argument("--logs", type=Path, help="directory of the output of each part (default: a temporary one)")
+    parser.add_argument(
+        "--write", type=Path, nargs="?", const=ROOT / "docs" / "results", help="directory of the results file"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="gpu-") as directory:
+        chosen = {
+            name: commands
+            for name, commands in parts(directory).items()
+            if not options.part or any(name.startswith(start) for start in options.part)
+        }
+        logs = options.logs or Path(directory)
+        logs.mkdir(parents=True, exist_ok=True)
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            futures = {
+                name: pool.submit(run, commands, logs / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.log")
+                for name, commands in chosen.items()
+            }
+            results = {}
+            for name, future in futures.items():
+                results[name] = future.result()
+                end = "passed" if results[name].is_good else f"FAILED: exit statuses {results[name].statuses}"
+                print(f"{name}: {end} ({results[name].seconds:.0f} s); {'; '.join(results[name].summary)}", flush=True)
+    if options.write:
+        _write(options.write, results)
+    return 0 if all(result.is_good for result in results.values()) else 1
+
+
+def _write(directory: Path, results: dict[str, Result]) -> None:
+    kind = accelerator.device_type() or "emulated"
+    devices = {
+        "type": kind,
+        "names": [accelerator.device_name(torch.device(kind, index)) for index in range(accelerator.count())],
+        **vendors.vendor().versions(),
+    }
+    name = f"gpu-tests-{kind}-{rank_results.mpi_name(mpi.library().vendor)}.json"
+    head = job_info.description(
+        "results of programs on GPUs that their ranks may share",
+        shlex.join(["python", "-m", "tests.gpu", *sys.argv[1:]]),
+    )
+    parts = {name: dataclasses.asdict(result) for name, result in results.items()}
+    result_files.write(directory / name, {**head, "devices": devices, "parts": parts})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
