@@ -31,7 +31,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # One OpenMP thread per rank: N ranks with one thread per core each would oversubscribe the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-emulated test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants generated-mutants lint docs dist clean
+.PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-emulated test-emulated-full test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants generated-mutants lint docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -59,7 +59,7 @@ test-full: $(ENVS) ## run all scenarios with both MPIs, other numbers of ranks, 
 	tests/parts.sh "make test-alone SCENARIOS=all" "make test-alone-mpich SCENARIOS=all" \
 		"make test-1" "make test-2" "make test-3" "make test-4" "make features-4" \
 		"make test-cluster SCENARIOS=all" "make conformance-4" "make conformance-mpich-4" "make compat TORCH=oldest MPI=mpich REMOVE=1" \
-		"make limits" "make many-ranks"
+		"make test-emulated-full" "make limits" "make many-ranks"
 
 # Tests that start jobs are scenarios; tests/scenarios.json has the chosen ones.
 SCENARIOS ?= chosen
@@ -97,11 +97,13 @@ cluster-down: .venv/.ready ## stop the cluster and remove its files
 test-emulated: .venv/.ready ## run GPU tests on two ranks with an emulated accelerator
 	$(openmpi) $(limited) mpirun -n 2 pytest --with-mpi tests/gpu
 
-test-gpu: $(ENVS) ## run GPU tests on two and four ranks, which may share a GPU, and measure transfers to MPI
-	$(openmpi) $(limited) mpirun -n 2 pytest --with-mpi tests/gpu
-	$(openmpi) $(limited) mpirun -n 4 pytest --with-mpi tests/gpu
-	$(mpich) $(limited) mpirun -n 2 pytest --with-mpi tests/gpu
-	$(mpich) $(limited) mpirun -n 4 pytest --with-mpi tests/gpu
+test-emulated-full: $(ENVS) ## run GPU tests, random operations and examples with both MPIs and an emulated accelerator
+	$(openmpi) $(limited) python -m tests.gpu
+	$(mpich) $(limited) python -m tests.gpu
+
+test-gpu: $(ENVS) ## run GPU tests, random operations and examples, whose ranks may share a GPU; measure transfers to MPI
+	$(openmpi) $(limited) python -m tests.gpu --write
+	$(mpich) $(limited) python -m tests.gpu --write
 	$(openmpi) $(limited) mpirun -n 2 python -m benchmarks.gpu_throughput
 	$(mpich) $(limited) mpirun -n 2 python -m benchmarks.gpu_throughput
 

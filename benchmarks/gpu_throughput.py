@@ -1,7 +1,8 @@
 """The throughput of GPU tensors staged through the host: `mpirun -n 2 python -m benchmarks.gpu_throughput`.
 
 It measures all_reduce and broadcast of GPU tensors and of host tensors, and plain copies through pinned memory: with
-perfect overlap, staging takes as long as the slowest of these. Rank 0 writes docs/results/gpu-<ranks>-<MPI>.json.
+perfect overlap, staging takes as long as the slowest of these. Rank 0 writes
+docs/results/gpu-staged-<ranks>-<MPI>.json, or gpu-direct-... if MPI is GPU-aware.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import mpicomm
 from benchmarks import rank_results
+from mpicomm.backend.gpu.transport import GPUDirect
 from mpicomm.bench import timing
 from mpicomm.bench.timing import Bench, Timed
 from mpicomm.devices import accelerator
@@ -33,12 +35,11 @@ def main() -> None:
         found = {f"{size} MiB": _measure(size, world.device, bench) for size in MEBIBYTES}
         if world.rank == 0:
             group: Any = dist.group.WORLD
-            how = {
-                "GPU": accelerator.device_name(world.device),
-                "transport": type(group._executor.transport).__name__,
-            }
+            is_direct = isinstance(group._executor.transport, GPUDirect)
+            how = {"GPU": accelerator.device_name(world.device), "GPU-aware MPI": is_direct}
             what = "sums and copies of ones, which are written again before each call; the fastest round"
-            rank_results.write(f"gpu-{world.size}", world.size, what, **how, gibibytes_per_second=found)
+            name = f"gpu-{'direct' if is_direct else 'staged'}-{world.size}"
+            rank_results.write(name, world.size, what, **how, gibibytes_per_second=found)
 
 
 def _measure(mebibytes: int, device: torch.device, bench: Bench) -> dict[str, float]:

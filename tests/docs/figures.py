@@ -185,6 +185,48 @@ def _compatibility() -> str:
     return _table(("torch", "Python", "MPI", "mpi4py", "NumPy", "result", "date"), *rows, align="---")
 
 
+def _gpus() -> str:
+    rows = []
+    for path in sorted(_RESULTS.glob("gpu-tests-*.json")):
+        result = json.loads(path.read_text())
+        gpus, versions, parts = result["GPUs"], result["versions"], result["parts"]
+        name, version = next((name, version) for name, version in versions.items() if "MPI" in name)
+        good = sum(not any(part["statuses"]) for part in parts.values())
+        names = ", ".join(sorted(set(gpus["names"])))
+        is_aware = "yes" if gpus["GPU-aware MPI"] else "no"
+        rows.append(
+            (
+                f"{len(gpus['names'])} {names}",
+                versions["torch"],
+                f"{name} {version}",
+                is_aware,
+                f"{good} of {len(parts)} parts",
+                result["date"],
+            )
+        )
+    return _table(("GPU", "torch", "MPI", "GPU-aware", "result", "date"), *rows, align="---")
+
+
+def _gpu_throughput() -> str:
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(_RESULTS.glob("gpu-*-2-*.json"))}
+    names = {name: f"{_LIBRARIES[name.split('-')[-1]]}, {name.split('-')[1]}" for name in found}
+    rows = [
+        (
+            f"{operation}, {size}",
+            *(f"{result['gibibytes_per_second'][size][operation]:.1f}" for result in found.values()),
+        )
+        for operation in (
+            "all_reduce, GPU",
+            "all_reduce, host",
+            "broadcast, GPU",
+            "broadcast, host",
+            "plain copy to the GPU",
+        )
+        for size in ("1 MiB", "64 MiB")
+    ]
+    return _table(("GiB/s", *names.values()), *rows)
+
+
 def _horovod_steps() -> str:
     found = {called: _result(f"horovod-steps-2-{name}")["steps"] for name, called in _LIBRARIES.items()}
     rows = [
@@ -232,6 +274,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "status": _status,
     "compatibility": _compatibility,
     "doctor": _doctor,
+    "gpus": _gpus,
+    "gpu-throughput": _gpu_throughput,
 }
 
 

@@ -1,7 +1,7 @@
 """Runs the tests, random operations and examples on this machine's GPUs: `python -m tests.gpu --write`.
 
 Ranks may share a GPU; without one, the emulated accelerator is used. The MPI library is that of this environment.
-`--write` writes docs/results/gpu-<device type>-<MPI>.json.
+`--write` writes docs/results/gpu-tests-<device type>-<MPI>.json.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import rank_results
 from mpicomm import job_info, mpi
+from mpicomm.backend.gpu import probe
 from mpicomm.devices import accelerator, vendors
 from mpicomm.reports import result_files
 from tests.launching import ROOT, on_ranks, run_within
@@ -146,19 +147,19 @@ def main() -> int:
 
 
 def _write(directory: Path, results: dict[str, Result]) -> None:
-    kind = accelerator.device_type() or "emulated"
-    devices = {
+    kind, library = accelerator.device_type() or "emulated", mpi.library()
+    is_gpu_aware = any(probe.answers_yes(query) for query in vendors.vendor().mpi_queries)
+    gpus = {
         "type": kind,
         "names": [accelerator.device_name(torch.device(kind, index)) for index in range(accelerator.count())],
+        "GPU-aware MPI": is_gpu_aware,
         **vendors.vendor().versions(),
     }
-    name = f"gpu-tests-{kind}-{rank_results.mpi_name(mpi.library().vendor)}.json"
-    head = job_info.description(
-        "results of programs on GPUs that their ranks may share",
-        shlex.join(["python", "-m", "tests.gpu", *sys.argv[1:]]),
-    )
+    name = "-".join(["gpu-tests", kind, rank_results.mpi_name(library.vendor), *["gpu-aware"] * is_gpu_aware])
+    what = "ends of programs on GPUs that their ranks may share"
+    head = job_info.description(what, shlex.join(["python", "-m", "tests.gpu", *sys.argv[1:]]))
     parts = {name: dataclasses.asdict(result) for name, result in results.items()}
-    result_files.write(directory / name, {**head, "devices": devices, "parts": parts})
+    result_files.write(directory / f"{name}.json", {**head, "GPUs": gpus, "parts": parts})
 
 
 if __name__ == "__main__":

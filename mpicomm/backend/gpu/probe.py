@@ -94,7 +94,7 @@ def is_claimed(environ: Mapping[str, str]) -> bool:
     if "CRAY" in mpi.library().description.upper():  # reports support even if it is disabled
         return environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
     vendor = vendors.vendor()
-    return _names_kind(vendor.memory_kind) or any(_answers_yes(query) for query in vendor.mpi_queries)
+    return _names_kind(vendor.memory_kind) or any(answers_yes(query) for query in vendor.mpi_queries)
 
 
 def _names_kind(memory_kind: str) -> bool:
@@ -102,7 +102,8 @@ def _names_kind(memory_kind: str) -> bool:
     return bool(memory_kind) and memory_kind in (kind.split(":")[0] for kind in kinds.split(","))
 
 
-def _answers_yes(query: str) -> bool:
+def answers_yes(query: str) -> bool:
+    """Return whether a function of the MPI library, such as `MPIX_Query_cuda_support`, reports support."""
     path = mpi.library().path
     call = getattr(ctypes.CDLL(path), query, None) if path else None
     return call is not None and call() == 1
