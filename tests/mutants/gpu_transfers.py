@@ -196,7 +196,7 @@ MUTANTS = [
         tests="tests/unit/test_gpus.py -k vendor_of",
     ),
     Mutant(
-        "_bytes_of",
+        "bytes_of",
         old="dense.as_strided((dense.numel(),), (1,))",
         new="dense.view(-1)",
         fault="A column of a matrix of one row cannot be sent.",

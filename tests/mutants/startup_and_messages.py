@@ -205,8 +205,8 @@ MUTANTS = [
         tests="tests/unit/test_pytree.py -k data_on_a_gpu",
     ),
     Mutant(
-        "_bytes_of",
-        old="tensor.detach().resolve_conj().resolve_neg().contiguous()",
+        "bytes_of",
+        old="pack(tensor.detach())",
         new="tensor.detach().contiguous()",
         fault="A conjugated complex tensor is an error in the operations on data.",
         tests="tests/unit/test_pytree.py -k conjugated",
