@@ -150,8 +150,8 @@ def join(
             device_each=plan.has_device_each(assigned, hosts),
             vendor=vendors.pop() if len(vendors) == 1 else "",
         )
-        if library := plan.vendor_library(backend):
-            assignment.refuse_shared(assigned, hosts, library, [rank_facts.why_cpu for rank_facts in facts])
+        if library := plan.vendor_part(backend):
+            assignment.refuse_shared(assigned, hosts, library.upper(), [rank_facts.why_cpu for rank_facts in facts])
         return Plan(hosts, nodes, comm.size - num_spares, backend, indices, warnings=_warnings(facts, backend))
 
     if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):

@@ -111,9 +111,9 @@ def needs_mpi(backend: str | None) -> bool:
     return MPI in _parts(backend)
 
 
-def vendor_library(backend: str | None) -> str | None:
-    """Return the vendor's library to which the backend passes GPU tensors, such as NCCL; None without one."""
-    return next((part.upper() for part in _parts(backend) if part not in (AUTO, MPI, GLOO)), None)
+def vendor_part(backend: str | None) -> str:
+    """Return the vendor's backend to which the backend passes GPU tensors, such as `nccl`; empty without one."""
+    return next((part for part in _parts(backend) if part not in (AUTO, MPI, GLOO)), "")
 
 
 def _parts(backend: str | None) -> list[str]:
@@ -132,7 +132,7 @@ def mpi_takes_gpu_tensors(backend: str | None, vendor: str, gpu_aware: str) -> b
     """
     if gpu_aware in ("0", "1"):
         return gpu_aware == "1"
-    return not (vendor if backend == AUTO else vendor_library(backend))
+    return not (vendor if backend == AUTO else vendor_part(backend))
 
 
 def choose_backend(backend: str | None, *, has_mpi: bool, device_each: bool, vendor: str) -> str | None:

@@ -110,7 +110,7 @@ MUTANTS = [
         tests=f"{_BACKENDS} -k test_auto",
     ),
     Mutant(
-        "vendor_library",
+        "vendor_part",
         old="(AUTO, MPI, GLOO)",
         new="(AUTO, MPI)",
         fault="bootstrap('gloo') refuses ranks that share a GPU.",
@@ -140,8 +140,8 @@ MUTANTS = [
     # -- MPI beside the vendor's library --------------------------------------------------------------------
     Mutant(
         "mpi_takes_gpu_tensors",
-        old="vendor if backend == AUTO else vendor_library(backend)",
-        new="vendor_library(backend)",
+        old="vendor if backend == AUTO else vendor_part(backend)",
+        new="vendor_part(backend)",
         fault="With 'auto', MPI supports GPU buffers beside NCCL, which can deadlock.",
         tests=f"{_BACKENDS} -k takes_no_gpu_tensors",
     ),

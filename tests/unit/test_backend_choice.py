@@ -32,15 +32,15 @@ def test_another_is_refused_with_those_that_exist(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "mpi", "gloo", None])
 def test_backends_without_a_vendor(backend: str | None) -> None:
     plan.check_backend(backend)
-    assert plan.vendor_library(backend) is None
+    assert not plan.vendor_part(backend)
 
 
 @pytest.mark.parametrize("vendor", ["cuda:nccl", "xpu:xccl"])
 def test_the_backends_of_each_vendor_that_torch_knows(vendor: str) -> None:
-    library = vendor.partition(":")[2]
-    for backend in (library, f"cpu:mpi,{vendor}", f"cpu:gloo,{vendor}"):
+    name = vendor.partition(":")[2]
+    for backend in (name, f"cpu:mpi,{vendor}", f"cpu:gloo,{vendor}"):
         plan.check_backend(backend)
-        assert plan.vendor_library(backend) == library.upper()
+        assert plan.vendor_part(backend) == name
 
 
 @all_launches
@@ -50,7 +50,7 @@ def test_auto(has_mpi: bool, device_each: bool, vendor: str) -> None:
     assert ("gloo" in str(chosen)) == (not has_mpi)
     assert plan.needs_mpi(chosen) == has_mpi
     has_vendor = bool(device_each and vendor)
-    assert (plan.vendor_library(chosen) is not None) == has_vendor
+    assert bool(plan.vendor_part(chosen)) == has_vendor
     assert str(chosen).endswith(f",{vendor}") == has_vendor
 
 
@@ -59,7 +59,7 @@ def test_auto(has_mpi: bool, device_each: bool, vendor: str) -> None:
 def test_any_other_means_itself(backend: str | None, has_mpi: bool, device_each: bool, vendor: str) -> None:
     assert plan.choose_backend(backend, has_mpi=has_mpi, device_each=device_each, vendor=vendor) == backend
     assert plan.needs_mpi(backend) == ("mpi" in (backend or ""))
-    assert (plan.vendor_library(backend) is not None) == ("ccl" in (backend or ""))
+    assert bool(plan.vendor_part(backend)) == ("ccl" in (backend or ""))
 
 
 @pytest.mark.parametrize(
