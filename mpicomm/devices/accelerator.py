@@ -114,6 +114,11 @@ def record_event(stream: torch.Stream) -> torch.Event:
     return event
 
 
+def end_of_work(device: torch.device) -> torch.Event:
+    """Return an event at the end of the work that is queued on the current stream of a device now."""
+    return record_event(current_stream(device))
+
+
 @contextlib.contextmanager
 def on_stream(stream: torch.Stream | None) -> Iterator[None]:
     """Make a stream and its device the current ones of this thread in a block; None has no effect.

@@ -32,7 +32,7 @@ MUTANTS = [
     _on_the_device(
         "DeviceMover._copy",
         "accelerator.record_event(stream)",
-        "accelerator.record_event(accelerator.current_stream(self._device))",
+        "accelerator.end_of_work(self._device)",
         "The event of copies is one of another stream.",
     ),
     _on_the_device(
