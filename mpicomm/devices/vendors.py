@@ -79,7 +79,7 @@ class CUDA(Vendor):
     memory_kind = "cuda"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_cuda_support",)
     visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.NVIDIA]
-    driver_check = "nvidia-smi"
+    driver_check = visible_devices.DRIVER_TOOLS[visible_devices.NVIDIA]
     synchronous_kernels = "CUDA_LAUNCH_BLOCKING=1"
 
     def is_capturing(self) -> bool:
@@ -132,7 +132,7 @@ class ROCm(CUDA):
     memory_kind = "rocm"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")
     visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.AMD]
-    driver_check = "rocm-smi"
+    driver_check = visible_devices.DRIVER_TOOLS[visible_devices.AMD]
     synchronous_kernels = "AMD_SERIALIZE_KERNEL=3"
 
     def own_stream(self, device: torch.device) -> torch.Stream:
@@ -150,7 +150,7 @@ class XPU(Vendor):
     memory_kind = "level_zero"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_ze_support",)
     visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.INTEL]
-    driver_check = "xpu-smi discovery"
+    driver_check = f"{visible_devices.DRIVER_TOOLS[visible_devices.INTEL]} discovery"
     synchronous_kernels = "UR_L0_SERIALIZE=2"
 
     def versions(self) -> dict[str, str]:
