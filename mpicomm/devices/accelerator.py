@@ -16,7 +16,7 @@ _HOST_BACKENDS = ("gloo", "mpi", "fake")  # torch has them for devices whose ven
 
 
 def device_type() -> str | None:
-    """Return the device type of the accelerator for which this torch was built or extended; None if there is none."""
+    """Return the device type of the accelerator for which this torch was built or extended; None without one."""
     accelerator = torch.accelerator.current_accelerator()
     return None if accelerator is None else accelerator.type
 

@@ -68,7 +68,7 @@ class Vendor:
         """Let the calling thread query events of its device while another thread captures a graph."""
 
     def allocator_without_ipc(self, environ: Mapping[str, str]) -> str:  # noqa: ARG002  for vendors, as CUDA
-        """Return the setting of torch's allocator whose memory other processes cannot map; empty if there is none."""
+        """Return the setting of torch's allocator whose memory other processes cannot map; empty without one."""
         return ""
 
 
@@ -117,7 +117,7 @@ class CUDA(Vendor):
         _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
     def allocator_without_ipc(self, environ: Mapping[str, str]) -> str:
-        """Return the setting of torch's allocator whose memory CUDA IPC cannot export; empty if there is none."""
+        """Return the setting of torch's allocator whose memory CUDA IPC cannot export; empty without one."""
         for name in _ALLOCATOR_VARIABLES:
             for setting in _WITHOUT_IPC:
                 if setting in environ.get(name, "").replace(" ", ""):

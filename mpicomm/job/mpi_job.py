@@ -139,19 +139,19 @@ def join(
         hosts, nodes = [rank_facts.hostname for rank_facts in facts], [rank_facts.node for rank_facts in facts]
         if request.comm is None:
             _refuse_unused_hosts(os.environ, hosts)
-        assigned = assignment.assign_on_nodes([rank_facts.devices for rank_facts in facts], nodes)
+        identities = assignment.assign_on_nodes([rank_facts.devices for rank_facts in facts], nodes)
         indices = [
-            None if identity is None else facts[rank].devices[identity] for rank, identity in enumerate(assigned)
+            None if identity is None else facts[rank].devices[identity] for rank, identity in enumerate(identities)
         ]
         vendors = {rank_facts.vendor for rank_facts in facts}
         backend = plan.choose_backend(
             request.backend,
             has_mpi=True,
-            device_each=plan.has_device_each(assigned, hosts),
+            device_each=plan.has_device_each(identities, hosts),
             vendor=vendors.pop() if len(vendors) == 1 else "",
         )
         if library := plan.vendor_part(backend):
-            assignment.refuse_shared(assigned, hosts, library.upper(), [rank_facts.why_cpu for rank_facts in facts])
+            assignment.refuse_shared(identities, hosts, library.upper(), [rank_facts.why_cpu for rank_facts in facts])
         return Plan(hosts, nodes, comm.size - num_spares, backend, indices, warnings=_warnings(facts, backend))
 
     if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):
