@@ -83,6 +83,16 @@ def usable_devices(device: str | torch.device | int | None) -> dict[str, int]:
     return {identity: index for identity, index in indices.items() if index == requested.index}
 
 
+def gpus_of(devices: Mapping[str, int]) -> dict[str, str]:
+    """Return for each device the identity of its GPU, which several MIG devices share.
+
+    Args:
+        devices: The identities of devices of this process, with their indices.
+    """
+    vendor = vendors.vendor()
+    return {identity: vendor.gpu_uuid(index) or identity for identity, index in devices.items()}
+
+
 def assign_on_nodes(usable: Sequence[Collection[str]], nodes: Sequence[int]) -> list[str | None]:
     """Assign a device to every rank of the job, on each node by itself.
 
@@ -177,30 +187,30 @@ def _accepted(own_type: str | None) -> str:
 
 
 def refuse_shared(
-    identities: Sequence[str | None], hosts: Sequence[str], library: str, why: Sequence[str | None] = ()
+    gpus: Sequence[str | None], hosts: Sequence[str], library: str, why: Sequence[str | None] = ()
 ) -> None:
-    """Raise an error if ranks share a device, before the vendor's library fails with a less specific one.
+    """Raise an error if ranks share a GPU, before the vendor's library fails with a less specific one.
 
     Args:
-        identities: For every rank the identity of its device, or None.
+        gpus: For every rank the identity of its GPU, or None.
         hosts: For every rank its host.
         library: The name of the vendor's library, such as NCCL.
         why: For every rank why it cannot use the GPUs that it was assigned, or None.
 
     Raises:
-        DeviceError: If ranks share a device, or a rank has none; the message lists these ranks.
+        DeviceError: If ranks share a GPU, or a rank has none; the message lists these ranks.
     """
-    without = [rank for rank, identity in enumerate(identities) if identity is None]
+    without = [rank for rank, identity in enumerate(gpus) if identity is None]
     if without:
         rank = without[0]
         remedy = (why[rank] if why else None) or "Ask the scheduler for one GPU per task."
         raise DeviceError(
-            f"{library} needs one GPU per rank, but {len(without)} of {len(identities)} ranks have no GPU (first: rank "
+            f"{library} needs one GPU per rank, but {len(without)} of {len(gpus)} ranks have no GPU (first: rank "
             f"{rank} on {hosts[rank]}).\n"
             f"{remedy} Or use backend='mpi'."
         )
     users = collections.defaultdict(list)
-    for rank, identity in enumerate(identities):
+    for rank, identity in enumerate(gpus):
         users[hosts[rank], identity].append(rank)
     for (host, identity), ranks in users.items():
         if len(ranks) > 1:

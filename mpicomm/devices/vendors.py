@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import uuid
 import weakref
 from collections.abc import Mapping
 
@@ -49,6 +50,13 @@ class Vendor:
             return ""
         return str(getattr(module.get_device_properties(index), "uuid", ""))
 
+    def gpu_uuid(self, index: int) -> str:  # noqa: ARG002  for vendors, as CUDA
+        """Return the UUID of the GPU to which a device belongs, if the vendor's library refuses two ranks on its parts.
+
+        Empty if each device is a GPU of its own for the library.
+        """
+        return ""
+
     def is_capturing(self) -> bool:
         """Return whether the current stream captures a graph instead of running its work."""
         return False
@@ -81,6 +89,17 @@ class CUDA(Vendor):
     visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.NVIDIA]
     driver_check = visible_devices.DRIVER_TOOLS[visible_devices.NVIDIA]
     synchronous_kernels = "CUDA_LAUNCH_BLOCKING=1"
+
+    def gpu_uuid(self, index: int) -> str:
+        """Return the UUID of the GPU to which a device belongs: the same for all MIG devices of a GPU.
+
+        NCCL refuses two ranks with the same one (NCCL 2.30, src/init.cc; before, with the same PCI bus id). Only the
+        first version of this function of the driver returns it: cuDeviceGetUuid_v2 returns that of the MIG device.
+        """
+        driver, device, octets = _driver(), ctypes.c_int(), ctypes.create_string_buffer(16)
+        if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetUuid(octets, device):
+            return ""
+        return str(uuid.UUID(bytes=octets.raw))
 
     def is_capturing(self) -> bool:
         """Return whether the current stream captures a CUDA graph instead of running its work."""
@@ -134,6 +153,10 @@ class ROCm(CUDA):
     visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.AMD]
     driver_check = visible_devices.DRIVER_TOOLS[visible_devices.AMD]
     synchronous_kernels = "AMD_SERIALIZE_KERNEL=3"
+
+    def gpu_uuid(self, index: int) -> str:  # noqa: ARG002
+        """Return an empty text: RCCL takes each partition of a GPU for a GPU of its own."""
+        return ""
 
     def own_stream(self, device: torch.device) -> torch.Stream:
         """Return a stream of torch's pool."""

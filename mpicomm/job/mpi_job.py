@@ -56,6 +56,9 @@ class _Facts:
     devices: dict[str, int]
     """The identities of the devices that this rank may use, with their indices."""
 
+    gpus: dict[str, str]
+    """For each of these devices the identity of its GPU."""
+
     vendor: str
     """The backend of the vendor's library that this torch has, such as `cuda:nccl`; empty without one."""
 
@@ -129,7 +132,8 @@ def join(
         assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
         why_cpu = assignment.why_unusable(assigned)
         lacks_library = settings.shared_memory and settings.native and c_library.load() is None
-        return _Facts(socket.gethostname(), node, same, usable, vendor, why_cpu, lacks_library)
+        gpus = assignment.gpus_of(usable)
+        return _Facts(socket.gethostname(), node, same, usable, gpus, vendor, why_cpu, lacks_library)
 
     # 3. the plan of rank 0
     def decide(facts: list[_Facts]) -> Plan:
@@ -143,15 +147,17 @@ def join(
         indices = [
             None if identity is None else facts[rank].devices[identity] for rank, identity in enumerate(identities)
         ]
+        gpus = [None if identity is None else facts[rank].gpus[identity] for rank, identity in enumerate(identities)]
         vendors = {rank_facts.vendor for rank_facts in facts}
         backend = plan.choose_backend(
             request.backend,
             has_mpi=True,
-            device_each=plan.has_device_each(identities, hosts),
+            gpu_each=plan.has_gpu_each(gpus, hosts),
             vendor=vendors.pop() if len(vendors) == 1 else "",
         )
         if library := plan.vendor_part(backend):
-            assignment.refuse_shared(identities, hosts, library.upper(), [rank_facts.why_cpu for rank_facts in facts])
+            reasons = [rank_facts.why_cpu for rank_facts in facts]
+            assignment.refuse_shared(gpus, hosts, library.upper(), reasons)
         return Plan(hosts, nodes, comm.size - num_spares, backend, indices, warnings=_warnings(facts, backend))
 
     if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):

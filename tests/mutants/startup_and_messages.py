@@ -220,9 +220,9 @@ MUTANTS = [
         tests="tests/unit/test_topology.py -k 'any_placement or numbered'",
     ),
     Mutant(
-        "has_device_each",
-        old="len(set(owned)) == len(identities)",
-        new="len(owned) == len(identities)",
+        "has_gpu_each",
+        old="len(set(owned)) == len(gpus)",
+        new="len(owned) == len(gpus)",
         fault="NCCL is selected although two ranks share a GPU.",
         tests="tests/unit/test_backend_choice.py -k gpu_of_its_own",
     ),
