@@ -204,6 +204,13 @@ MUTANTS = [
     ),
     # -- Horovod --------------------------------------------------------------------------------------------
     _on_the_device(
+        "ProcessSetEngine._complete",
+        "accelerator.on_stream(self._gpu.stream)",
+        "accelerator.on_stream(None)",
+        "An operation fuses its tensors in a buffer from which the results before it are still to be read.",
+        "tests/gpu/test_horovod_streams.py -k another_stream",
+    ),
+    _on_the_device(
         "Submission.wait_for_events",
         "event.wait(accelerator.current_stream(event.device))",
         "pass",
