@@ -83,6 +83,12 @@ MUTANTS = [
         "The next chunk is copied before the transfer of this one, not beside it.",
         f"{LATE} -k overlap",
     ),
+    _on_the_device(
+        "_Part._is_there",
+        "self._mover.is_host and len(chunk) == 1",
+        "len(chunk) == 1",
+        "MPI gets the address of device memory, and its code on the CPU reads it.",
+    ),
     # -- messages -------------------------------------------------------------------------------------------
     _on_the_device(
         "_EndOfCopies.__init__",
