@@ -163,8 +163,8 @@ def _software(world: World) -> dict[str, str]:
         software["MPI"] = "not in use"
     if world.device.type != "cpu":
         software |= vendors.vendor().versions()
-        if library := plan.vendor_library(world.backend):
-            software["GPU tensors"] = library
+        if library := plan.vendor_part(world.backend):
+            software["GPU tensors"] = library.upper()
         elif world.comm is not None:
             software["GPU tensors"] = _gpu_transport()
     software["backend"] = world.backend or "none"

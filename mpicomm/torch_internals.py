@@ -91,9 +91,9 @@ from torch._C._distributed_c10d import (  # noqa: E402  checked above
 from torch._C._dynamo import eval_frame  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-# Added to NCCL's timeout: its watchdog aborts the process without a report of each rank's position, so that of mpicomm
-# must report first.
-_NCCL_EXTRA_SECONDS = datetime.timedelta(seconds=30)
+# Added to the timeout of a vendor's backend: the watchdog of NCCL, for example, aborts the process without a report of
+# each rank's position, so that of mpicomm must report first.
+_VENDOR_EXTRA_TIMEOUT = datetime.timedelta(seconds=30)
 _GLOO_THREAD = "pt_gloo_runloop"
 _GLOO_SECONDS, _GLOO_PAUSE = 2.0, 0.005  # seconds: the longest wait for Gloo's threads, and the polling interval
 
@@ -554,7 +554,7 @@ def set_inner_timeout(backend: Any, timeout: datetime.timedelta) -> None:
 
 def with_extra_timeout(timeout: datetime.timedelta) -> datetime.timedelta:
     """Return the timeout of an inner backend for a timeout of this package, whose watchdog must report first."""
-    return timeout + _NCCL_EXTRA_SECONDS
+    return timeout + _VENDOR_EXTRA_TIMEOUT
 
 
 def make_inner_group(

@@ -126,7 +126,7 @@ class CompositeProcessGroup(MPIProcessGroup):
     def end_coalescing(self, device: torch.device) -> dist.Work:
         """Return one work for all operations since `start_coalescing`, of both groups."""
         if self._coalesces(device) and (work := self._inner._end_coalescing(device)) is not None:
-            self._executor.batch.add(work)  # there is none if the batch was empty
+            self._executor.batch.add(work)  # an empty batch has no work
         return super().end_coalescing(device)
 
     def _coalesces(self, device: torch.device) -> bool:

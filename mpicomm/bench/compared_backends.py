@@ -13,6 +13,7 @@ from mpicomm.backend import registration
 from mpicomm.backend.execution.work import CompletedWork
 from mpicomm.bench.measured_operations import MeasuredOperation
 from mpicomm.errors import LaunchError
+from mpicomm.job import plan
 from mpicomm.job.session import World
 
 OURS, MPI4PY = "mpi", "mpi4py"
@@ -47,7 +48,7 @@ def select(
     if not is_host and kind != world.device.type:
         reason = "this rank has no GPU" if world.device.type == "cpu" else f"this rank's device is {world.device}"
         raise LaunchError(f"--device {kind}: {reason}; use --device {world.device.type}")
-    of_torch = _GLOO if is_host else _vendor_backend(world)
+    of_torch = _GLOO if is_host else plan.vendor_part(world.backend)
     of_mpi = (OURS, MPI4PY, NOTHING) if is_host else (OURS, NOTHING)
     available = {of_torch, *(of_mpi if world.comm is not None else ())} - {""}
     names = list(asked or [name for name in dict.fromkeys((*known, of_torch)) if name in available])
@@ -62,12 +63,6 @@ def select(
     if not names:
         raise LaunchError(f"no backend of this job transfers tensors on {world.device}; use --device cpu.")
     return names, torch.device("cpu") if is_host else world.device
-
-
-def _vendor_backend(world: World) -> str:
-    """Return the backend of the device's vendor, which the job has if each rank has a device of its own; "" if not."""
-    backends = [part.rpartition(":")[2] for part in (world.backend or "").split(",")]
-    return next((backend for backend in backends if backend not in {_GLOO, OURS}), "")
 
 
 def make(names: Sequence[str], world: World) -> dict[str, Backend]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpicomm.backend.transfer import dtypes
+from mpicomm.backend.transfer import buffers, dtypes
 from mpicomm.collective_ops import pytree
 from mpicomm.collective_ops.pytree import GPU, HOST, Data, Description
 from mpicomm.devices import accelerator
@@ -149,32 +149,24 @@ def pack(data: Data) -> dict[str, torch.Tensor]:
     """Return the content as one tensor of bytes for each device type; a view of a single leaf if it is dense."""
     description = data.description
     if len(data.tensors) == 1:
-        return {description.devices[0]: _bytes_of(data.tensors[0])}
+        return {description.devices[0]: buffers.bytes_of(data.tensors[0])}
     offsets, sizes = _layout(description)
-    buffers: dict[str, torch.Tensor] = {}
+    packed: dict[str, torch.Tensor] = {}
     for tensor, device, offset in zip(data.tensors, description.devices, offsets, strict=True):
-        if device not in buffers:
-            buffers[device] = torch.empty(sizes[device], dtype=torch.uint8, device=tensor.device)
-        buffers[device][offset : offset + tensor.nbytes].copy_(_bytes_of(tensor))
-    return {device: buffers[device] for device in sizes}
+        if device not in packed:
+            packed[device] = torch.empty(sizes[device], dtype=torch.uint8, device=tensor.device)
+        packed[device][offset : offset + tensor.nbytes].copy_(buffers.bytes_of(tensor))
+    return {device: packed[device] for device in sizes}
 
 
-def unpack(description: Description, buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+def unpack(description: Description, packed: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return the leaves as views of the packed content."""
     offsets, _ = _layout(description)
     leaves = zip(description.dtypes, description.shapes, description.devices, offsets, strict=True)
     return [
-        buffers[device][offset : offset + _nbytes(dtype, shape)].view(dtype).view(shape)
+        packed[device][offset : offset + _nbytes(dtype, shape)].view(dtype).view(shape)
         for dtype, shape, device, offset in leaves
     ]
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if not dense.numel():
-        return torch.empty(0, dtype=torch.uint8, device=dense.device)
-    # Not view(-1): a contiguous tensor of one element may have any stride, with which it cannot be viewed as bytes.
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 @functools.lru_cache(maxsize=256)

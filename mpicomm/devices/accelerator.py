@@ -16,7 +16,7 @@ _HOST_BACKENDS = ("gloo", "mpi", "fake")  # torch has them for devices whose ven
 
 
 def device_type() -> str | None:
-    """Return the device type of the accelerator for which this torch was built or extended; None if there is none."""
+    """Return the device type of the accelerator for which this torch was built or extended; None without one."""
     accelerator = torch.accelerator.current_accelerator()
     return None if accelerator is None else accelerator.type
 
@@ -112,6 +112,11 @@ def record_event(stream: torch.Stream) -> torch.Event:
     event = torch.Event(stream.device)
     event.record(stream)
     return event
+
+
+def end_of_work(device: torch.device) -> torch.Event:
+    """Return an event at the end of the work that is queued on the current stream of a device now."""
+    return record_event(current_stream(device))
 
 
 @contextlib.contextmanager

@@ -83,6 +83,16 @@ def usable_devices(device: str | torch.device | int | None) -> dict[str, int]:
     return {identity: index for identity, index in indices.items() if index == requested.index}
 
 
+def gpus_of(devices: Mapping[str, int]) -> dict[str, str]:
+    """Return for each device the identity of its GPU, which several MIG devices share.
+
+    Args:
+        devices: The identities of devices of this process, with their indices.
+    """
+    vendor = vendors.vendor()
+    return {identity: vendor.gpu_uuid(index) or identity for identity, index in devices.items()}
+
+
 def assign_on_nodes(usable: Sequence[Collection[str]], nodes: Sequence[int]) -> list[str | None]:
     """Assign a device to every rank of the job, on each node by itself.
 
@@ -176,34 +186,49 @@ def _accepted(own_type: str | None) -> str:
     return f"Pass 'cpu', '{own_type}' or '{own_type}:N'." if own_type else "Pass 'cpu', or omit `device`."
 
 
-def refuse_shared(
-    identities: Sequence[str | None], hosts: Sequence[str], library: str, why: Sequence[str | None] = ()
-) -> None:
-    """Raise an error if ranks share a device, before the vendor's library fails with a less specific one.
+def may_share(environ: Mapping[str, str]) -> bool:
+    """Return whether the user lets the vendor's library use one GPU for several ranks.
 
     Args:
-        identities: For every rank the identity of its device, or None.
+        environ: The environment of this rank.
+    """
+    return environ.get(vendors.vendor().sharing_variable) == "1"
+
+
+def refuse_shared(
+    gpus: Sequence[str | None],
+    hosts: Sequence[str],
+    library: str,
+    why: Sequence[str | None] = (),
+    *,
+    may_share: bool = False,
+) -> None:
+    """Raise an error if ranks share a GPU, before the vendor's library fails with a less specific one.
+
+    Args:
+        gpus: For every rank the identity of its GPU, or None.
         hosts: For every rank its host.
         library: The name of the vendor's library, such as NCCL.
         why: For every rank why it cannot use the GPUs that it was assigned, or None.
+        may_share: Whether the user lets the library use one GPU for several ranks.
 
     Raises:
-        DeviceError: If ranks share a device, or a rank has none; the message lists these ranks.
+        DeviceError: If ranks share a GPU, or a rank has none; the message lists these ranks.
     """
-    without = [rank for rank, identity in enumerate(identities) if identity is None]
+    without = [rank for rank, identity in enumerate(gpus) if identity is None]
     if without:
         rank = without[0]
         remedy = (why[rank] if why else None) or "Ask the scheduler for one GPU per task."
         raise DeviceError(
-            f"{library} needs one GPU per rank, but {len(without)} of {len(identities)} ranks have no GPU (first: rank "
+            f"{library} needs one GPU per rank, but {len(without)} of {len(gpus)} ranks have no GPU (first: rank "
             f"{rank} on {hosts[rank]}).\n"
             f"{remedy} Or use backend='mpi'."
         )
     users = collections.defaultdict(list)
-    for rank, identity in enumerate(identities):
+    for rank, identity in enumerate(gpus):
         users[hosts[rank], identity].append(rank)
     for (host, identity), ranks in users.items():
-        if len(ranks) > 1:
+        if len(ranks) > 1 and not may_share:
             raise DeviceError(
                 f"ranks {', '.join(map(str, ranks))} on {host} share one GPU ({identity}), which {library} does not "
                 f"allow.\n"

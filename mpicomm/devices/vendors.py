@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
+import uuid
 import weakref
 from collections.abc import Mapping
 
@@ -45,12 +46,22 @@ class Vendor:
     synchronous_kernels = ""
     """The setting of the environment with which a call returns after its kernels have ended, to find a crash."""
 
+    sharing_variable = ""
+    """The environment variable that, set to 1, lets the vendor's library use one GPU for several ranks."""
+
     def uuid(self, index: int) -> str:
         """Return the UUID of a device; empty if it has none."""
         module = torch.get_device_module(accelerator.device_type())
         if not hasattr(module, "get_device_properties"):  # not all extensions of torch have it
             return ""
         return str(getattr(module.get_device_properties(index), "uuid", ""))
+
+    def gpu_uuid(self, index: int) -> str:  # noqa: ARG002  for vendors, as CUDA
+        """Return the UUID of the GPU to which a device belongs, if the vendor's library refuses two ranks on its parts.
+
+        Empty if each device is a GPU of its own for the library.
+        """
+        return ""
 
     def is_capturing(self) -> bool:
         """Return whether the current stream captures a graph instead of running its work."""
@@ -71,7 +82,7 @@ class Vendor:
         """Let the calling thread query events of its device while another thread captures a graph."""
 
     def allocator_without_ipc(self, environ: Mapping[str, str]) -> str:  # noqa: ARG002  for vendors, as CUDA
-        """Return the setting of torch's allocator whose memory other processes cannot map; empty if there is none."""
+        """Return the setting of torch's allocator whose memory other processes cannot map; empty without one."""
         return ""
 
 
@@ -82,8 +93,20 @@ class CUDA(Vendor):
     memory_kind = "cuda"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_cuda_support",)
     visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.NVIDIA]
-    driver_check = "nvidia-smi"
+    driver_check = visible_devices.DRIVER_TOOLS[visible_devices.NVIDIA]
     synchronous_kernels = "CUDA_LAUNCH_BLOCKING=1"
+    sharing_variable = "NCCL_MULTI_RANK_GPU_ENABLE"  # since NCCL 2.30
+
+    def gpu_uuid(self, index: int) -> str:
+        """Return the UUID of the GPU to which a device belongs: the same for all MIG devices of a GPU.
+
+        NCCL refuses two ranks with the same one (NCCL 2.30, src/init.cc; before, with the same PCI bus id). Only the
+        first version of this function of the driver returns it: cuDeviceGetUuid_v2 returns that of the MIG device.
+        """
+        driver, device, octets = _driver(), ctypes.c_int(), ctypes.create_string_buffer(16)
+        if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetUuid(octets, device):
+            return ""
+        return str(uuid.UUID(bytes=octets.raw))
 
     def is_capturing(self) -> bool:
         """Return whether the current stream captures a CUDA graph instead of running its work."""
@@ -125,7 +148,7 @@ class CUDA(Vendor):
         _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
     def allocator_without_ipc(self, environ: Mapping[str, str]) -> str:
-        """Return the setting of torch's allocator whose memory CUDA IPC cannot export; empty if there is none."""
+        """Return the setting of torch's allocator whose memory CUDA IPC cannot export; empty without one."""
         for name in _ALLOCATOR_VARIABLES:
             for setting in _WITHOUT_IPC:
                 if setting in environ.get(name, "").replace(" ", ""):
@@ -140,8 +163,13 @@ class ROCm(CUDA):
     memory_kind = "rocm"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")
     visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.AMD]
-    driver_check = "rocm-smi"
+    driver_check = visible_devices.DRIVER_TOOLS[visible_devices.AMD]
     synchronous_kernels = "AMD_SERIALIZE_KERNEL=3"
+    sharing_variable = ""
+
+    def gpu_uuid(self, index: int) -> str:  # noqa: ARG002
+        """Return an empty text: RCCL takes each partition of a GPU for a GPU of its own."""
+        return ""
 
     def own_stream(self, device: torch.device) -> torch.Stream:
         """Return a stream of torch's pool."""
@@ -158,7 +186,7 @@ class XPU(Vendor):
     memory_kind = "level_zero"
     mpi_queries: tuple[str, ...] = ("MPIX_Query_ze_support",)
     visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.INTEL]
-    driver_check = "xpu-smi discovery"
+    driver_check = f"{visible_devices.DRIVER_TOOLS[visible_devices.INTEL]} discovery"
     synchronous_kernels = "UR_L0_SERIALIZE=2"
 
     def versions(self) -> dict[str, str]:

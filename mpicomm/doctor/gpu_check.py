@@ -12,11 +12,12 @@ from typing import NamedTuple
 from mpicomm.devices import counting
 from mpicomm.doctor.findings import Finding, ok, problem, warning
 from mpicomm.launch import allocation, queries, visible_devices
+from mpicomm.launch.visible_devices import AMD, DRIVER_TOOLS, INTEL, NVIDIA
 
 CUDA, ROCM, XPU = "CUDA", "ROCm", "XPU"
 """The platforms for which there are builds of torch."""
 
-_PLATFORMS = {visible_devices.NVIDIA: CUDA, visible_devices.AMD: ROCM, visible_devices.INTEL: XPU}
+_PLATFORMS = {NVIDIA: CUDA, AMD: ROCM, INTEL: XPU}
 """The platform of each vendor."""
 
 
@@ -31,17 +32,19 @@ class _Tool(NamedTuple):
 
 _TOOLS = (
     _Tool(
-        CUDA, ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"), re.compile(r"(.+), ([\d.]+)")
+        CUDA,
+        (DRIVER_TOOLS[NVIDIA], "--query-gpu=name,driver_version", "--format=csv,noheader"),
+        re.compile(r"(.+), ([\d.]+)"),
     ),
-    _Tool(ROCM, ("rocm-smi", "--showproductname"), re.compile(r"GPU\[\d+\]\s*: Card [Ss]eries:\s*(.+)")),
+    _Tool(ROCM, (DRIVER_TOOLS[AMD], "--showproductname"), re.compile(r"GPU\[\d+\]\s*: Card [Ss]eries:\s*(.+)")),
     _Tool(ROCM, ("amd-smi", "static", "--asic"), re.compile(r"\s*MARKET_NAME: (.+)")),  # in the place of rocm-smi
-    _Tool(XPU, ("xpu-smi", "discovery", "--dump", "1,2,8"), re.compile(r'\d+,"([^"]+)","([^"]+)"')),
+    _Tool(XPU, (DRIVER_TOOLS[INTEL], "discovery", "--dump", "1,2,8"), re.compile(r'\d+,"([^"]+)","([^"]+)"')),
 )
-_COMMANDS = {tool.platform: tool.command[0] for tool in reversed(_TOOLS)}
+_COMMANDS = {_PLATFORMS[vendor]: command for vendor, command in DRIVER_TOOLS.items()}
 _TOPOLOGY = {
-    CUDA: ("NCCL", "nvidia-smi topo -m"),
-    ROCM: ("RCCL", "rocm-smi --showtopo"),
-    XPU: ("oneCCL", "xpu-smi topology -m"),
+    CUDA: ("NCCL", f"{DRIVER_TOOLS[NVIDIA]} topo -m"),
+    ROCM: ("RCCL", f"{DRIVER_TOOLS[AMD]} --showtopo"),
+    XPU: ("oneCCL", f"{DRIVER_TOOLS[INTEL]} topology -m"),
 }
 """For each platform the vendor's library, and the command that shows the links between GPUs."""
 

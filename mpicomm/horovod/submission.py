@@ -140,8 +140,7 @@ class Submission:
 
         The streams of the program and of the engine's thread differ: events order their work on the tensors.
         """
-        streams = map(accelerator.current_stream, accelerator.devices_of(tensors))
-        self.events = [accelerator.record_event(stream) for stream in streams]
+        self.events = [accelerator.end_of_work(device) for device in accelerator.devices_of(tensors)]
 
     def wait_for_events(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let the current streams wait for the recorded events, before they use tensors of other streams.

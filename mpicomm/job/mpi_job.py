@@ -56,6 +56,12 @@ class _Facts:
     devices: dict[str, int]
     """The identities of the devices that this rank may use, with their indices."""
 
+    gpus: dict[str, str]
+    """For each of these devices the identity of its GPU."""
+
+    may_share: bool
+    """Whether the user lets the vendor's library use one GPU for several ranks."""
+
     vendor: str
     """The backend of the vendor's library that this torch has, such as `cuda:nccl`; empty without one."""
 
@@ -129,7 +135,8 @@ def join(
         assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
         why_cpu = assignment.why_unusable(assigned)
         lacks_library = settings.shared_memory and settings.native and c_library.load() is None
-        return _Facts(socket.gethostname(), node, same, usable, vendor, why_cpu, lacks_library)
+        gpus, may_share = assignment.gpus_of(usable), assignment.may_share(os.environ)
+        return _Facts(socket.gethostname(), node, same, usable, gpus, may_share, vendor, why_cpu, lacks_library)
 
     # 3. the plan of rank 0
     def decide(facts: list[_Facts]) -> Plan:
@@ -139,19 +146,22 @@ def join(
         hosts, nodes = [rank_facts.hostname for rank_facts in facts], [rank_facts.node for rank_facts in facts]
         if request.comm is None:
             _refuse_unused_hosts(os.environ, hosts)
-        assigned = assignment.assign_on_nodes([rank_facts.devices for rank_facts in facts], nodes)
+        identities = assignment.assign_on_nodes([rank_facts.devices for rank_facts in facts], nodes)
         indices = [
-            None if identity is None else facts[rank].devices[identity] for rank, identity in enumerate(assigned)
+            None if identity is None else facts[rank].devices[identity] for rank, identity in enumerate(identities)
         ]
+        gpus = [None if identity is None else facts[rank].gpus[identity] for rank, identity in enumerate(identities)]
         vendors = {rank_facts.vendor for rank_facts in facts}
         backend = plan.choose_backend(
             request.backend,
             has_mpi=True,
-            device_each=plan.has_device_each(assigned, hosts),
+            gpu_each=plan.has_gpu_each(gpus, hosts),
             vendor=vendors.pop() if len(vendors) == 1 else "",
         )
-        if library := plan.vendor_library(backend):
-            assignment.refuse_shared(assigned, hosts, library, [rank_facts.why_cpu for rank_facts in facts])
+        if library := plan.vendor_part(backend):
+            reasons = [rank_facts.why_cpu for rank_facts in facts]
+            may_share = all(rank_facts.may_share for rank_facts in facts)
+            assignment.refuse_shared(gpus, hosts, library.upper(), reasons, may_share=may_share)
         return Plan(hosts, nodes, comm.size - num_spares, backend, indices, warnings=_warnings(facts, backend))
 
     if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):

@@ -111,9 +111,9 @@ def needs_mpi(backend: str | None) -> bool:
     return MPI in _parts(backend)
 
 
-def vendor_library(backend: str | None) -> str | None:
-    """Return the vendor's library to which the backend passes GPU tensors, such as NCCL; None without one."""
-    return next((part.upper() for part in _parts(backend) if part not in (AUTO, MPI, GLOO)), None)
+def vendor_part(backend: str | None) -> str:
+    """Return the vendor's backend to which the backend passes GPU tensors, such as `nccl`; empty without one."""
+    return next((part for part in _parts(backend) if part not in (AUTO, MPI, GLOO)), "")
 
 
 def _parts(backend: str | None) -> list[str]:
@@ -132,24 +132,29 @@ def mpi_takes_gpu_tensors(backend: str | None, vendor: str, gpu_aware: str) -> b
     """
     if gpu_aware in ("0", "1"):
         return gpu_aware == "1"
-    return not (vendor if backend == AUTO else vendor_library(backend))
+    return not (vendor if backend == AUTO else vendor_part(backend))
 
 
-def choose_backend(backend: str | None, *, has_mpi: bool, device_each: bool, vendor: str) -> str | None:
+def choose_backend(backend: str | None, *, has_mpi: bool, gpu_each: bool, vendor: str) -> str | None:
     """Resolve "auto" to a backend; return any other backend unchanged.
 
     Args:
         has_mpi: Whether an MPI launcher started the ranks.
-        device_each: Whether every rank has a device that no other rank uses.
+        gpu_each: Whether every rank has a GPU that no other rank uses.
         vendor: The vendor's backend that torch has on all ranks, such as `cuda:nccl`; empty without one.
     """
     if backend != AUTO:
         return backend
     of_cpu = MPI if has_mpi else GLOO
-    return beside_vendor(of_cpu, vendor) if device_each and vendor else of_cpu
+    return beside_vendor(of_cpu, vendor) if gpu_each and vendor else of_cpu
 
 
-def has_device_each(identities: Sequence[str | None], hosts: Sequence[str]) -> bool:
-    """Return whether every rank has a device that no other rank uses."""
-    owned = [(host, identity) for host, identity in zip(hosts, identities, strict=True) if identity is not None]
-    return len(set(owned)) == len(identities)
+def has_gpu_each(gpus: Sequence[str | None], hosts: Sequence[str]) -> bool:
+    """Return whether every rank has a GPU that no other rank uses.
+
+    Args:
+        gpus: For every rank the identity of its GPU, or None.
+        hosts: For every rank its host.
+    """
+    owned = [(host, identity) for host, identity in zip(hosts, gpus, strict=True) if identity is not None]
+    return len(set(owned)) == len(gpus)

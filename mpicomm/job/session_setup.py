@@ -96,6 +96,7 @@ def open_session(opened: Session) -> None:
             job=opened.name,
             spares=job.process_comm.size - job.plan.size,
             recovers=opened.failures is not None,
+            synchronous_kernels=vendors.vendor().synchronous_kernels,
             gpu="" if job.device.index is None else vendors.vendor().uuid(job.device.index),
         )
         prepare = functools.partial(thread_device.prepare_thread_for_events, job.device)

@@ -51,7 +51,7 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
     if rank == 0:
         _warn(request, launch)
     has_device, vendor = device.type != "cpu", accelerator.vendor_backend()
-    backend = plan.choose_backend(request.backend, has_mpi=False, device_each=has_device, vendor=vendor)
+    backend = plan.choose_backend(request.backend, has_mpi=False, gpu_each=has_device, vendor=vendor)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return JoinedJob(
         plan=Plan(hosts, nodes, size, backend),

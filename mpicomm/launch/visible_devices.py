@@ -1,4 +1,4 @@
-"""The environment variables that restrict the accelerators of a process, and the rules of the vendors' drivers.
+"""The vendors of accelerators, the environment variables that restrict those of a process, and the rules of drivers.
 
 Users and schedulers set the variables. A driver does not report an invalid entry: it hides devices.
 """
@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 NVIDIA, AMD, INTEL, ASCEND, GAUDI = "NVIDIA", "AMD", "Intel", "Ascend", "Gaudi"
 """The vendors of accelerators."""
+
+DRIVER_TOOLS: Mapping[str, str] = {NVIDIA: "nvidia-smi", AMD: "rocm-smi", INTEL: "xpu-smi"}
+"""For each vendor the command that comes with its driver and shows the devices."""
 
 _CUDA, _HIP, _ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 _LEVEL_ZERO, _ASCEND, _HABANA = "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES"

@@ -30,16 +30,18 @@ _UNREPORTED = (
 _UNREACHABLE = {os.strerror(number) for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)}
 
 
-def remedy_after_death(crash: Crash | None) -> str:
-    """Return the next step after the death of a rank, which a signal such as SIGSEGV has ended if it crashed."""
+def remedy_after_death(crash: Crash | None, synchronous_kernels: str) -> str:
+    """Return the next step after the death of a rank.
+
+    Args:
+        crash: The signal that has ended its process, such as SIGSEGV; None if it has not crashed.
+        synchronous_kernels: The setting with which calls wait for their kernels on GPUs; empty without one.
+    """
     if crash is None:
         return DEATH_REMEDY
-    from mpicomm.devices import vendors  # late: the commands import this module, and need no torch
-
-    setting = vendors.vendor().synchronous_kernels
     return (
         "Native code crashed: see the stacks in the output of that rank. To find the call in it, run the job under gdb"
-        + (f"; with GPUs, set {setting}, too." if setting else ".")
+        + (f"; with GPUs, set {synchronous_kernels}, too." if synchronous_kernels else ".")
     )
 
 

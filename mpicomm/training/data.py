@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from mpicomm import torch_internals
+from mpicomm.backend.transfer import buffers
 from mpicomm.training import preemption, randomness
 from mpicomm.training.batches import mapped
 
@@ -161,15 +162,7 @@ def digest(samples: list[Any]) -> bytes:
             return type(value)
         memory = b""
         with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):  # a sparse tensor, for example
-            memory = (
-                value.detach()
-                .cpu()
-                .reshape(-1)
-                .clone(memory_format=torch.contiguous_format)
-                .view(torch.uint8)
-                .numpy()
-                .tobytes()
-            )
+            memory = buffers.bytes_of(value.cpu()).numpy().tobytes()
         return value.dtype, value.shape, hashlib.blake2b(memory).hexdigest()
 
     text = repr([mapped(sample, content) for sample in samples])

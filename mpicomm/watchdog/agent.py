@@ -71,6 +71,9 @@ class WatchdogSettings:
     gpu: str = ""
     """The UUID of this rank's GPU; empty for the CPU."""
 
+    synchronous_kernels: str = ""
+    """The setting of the environment with which calls wait for their kernels on GPUs; empty without one."""
+
     ends_local_processes: bool = False
     """Whether to kill ranks of this node that cannot end themselves: srun, for example, waits for a stopped rank."""
 
@@ -108,14 +111,19 @@ class Watchdog:
         self._coordinator = None
         if rank_info.rank == 0:
             self._coordinator = Coordinator(
-                rank_info.hosts, rank_info.hubs, limits.hang_seconds, spares=limits.spares, recovers=limits.recovers
+                rank_info.hosts,
+                rank_info.hubs,
+                limits.hang_seconds,
+                spares=limits.spares,
+                recovers=limits.recovers,
+                synchronous_kernels=limits.synchronous_kernels,
             )
         self._events: collections.deque[coordinator.Event] = collections.deque()  # for the coordinator
         self._operations = OperationMonitor(
             rank_info.rank, limits.hang_seconds, limits.directory, self._report, GPUReader(limits.gpu)
         )
         self._connected = ConnectedRanks(rank_info, channel, self._send_to_rank_0)
-        self._rank_0 = Rank0Monitor(rank_info, self._connected.state_of)
+        self._rank_0 = Rank0Monitor(rank_info, self._connected.state_of, limits.synchronous_kernels)
         self._exit = RankExit(rank_info.rank, self._report)
         self._clock = ClockMonitor(rank_info.rank)
         self._answers: dict[int, queue.SimpleQueue[protocol.MissingAnswer]] = {}

@@ -129,6 +129,7 @@ class Coordinator:
         *,
         spares: int = 0,
         recovers: bool = False,
+        synchronous_kernels: str = "",
     ) -> None:
         """Create the coordinator.
 
@@ -138,9 +139,11 @@ class Coordinator:
             hang_seconds: Seconds between two hang reports.
             spares: The number of spares, which call no operations.
             recovers: Whether the job continues if a rank dies.
+            synchronous_kernels: The setting with which calls wait for their kernels on GPUs; empty without one.
         """
         self.size = len(hosts) - spares
         self._recovers = recovers
+        self._synchronous_kernels = synchronous_kernels
         self._failed: set[int] = set()
         self._hosts = hosts
         self._hubs = hubs
@@ -422,7 +425,7 @@ class Coordinator:
             return
         reason = hang_report.cause_of_loss(message.lost, message.crash)
         event = f"died: {reason}"
-        remedy = hang_report.remedy_after_death(message.crash)
+        remedy = hang_report.remedy_after_death(message.crash, self._synchronous_kernels)
         if message.rank in self._terminated:
             event, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
         if hang_report.is_unreachable(message.lost) and self._recovers:

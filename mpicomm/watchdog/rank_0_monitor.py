@@ -18,14 +18,16 @@ RESPONSE_SECONDS = 1.5 * COLLECT_SECONDS
 class Rank0Monitor:
     """Watches rank 0 through the connection to this rank's hub, which is rank 0 itself for the hubs."""
 
-    def __init__(self, rank_info: RankInfo, state_of: Callable[[int], str]) -> None:
+    def __init__(self, rank_info: RankInfo, state_of: Callable[[int], str], synchronous_kernels: str = "") -> None:
         """Create the monitor.
 
         Args:
             state_of: Returns the state of a rank's process; empty if it is unknown.
+            synchronous_kernels: The setting with which calls wait for their kernels on GPUs; empty without one.
         """
         self._rank_info = rank_info
         self._state_of = state_of
+        self._synchronous_kernels = synchronous_kernels
         self._request: LateOperation | None = None  # the last request
         self._response_due: Deadline | None = None
         self._lost: tuple[Deadline, str, Crash | None] | None = None  # once the hub is lost: the deadline to act, why
@@ -47,7 +49,7 @@ class Rank0Monitor:
         _, lost, crash = self._lost
         if recovers and hang_report.is_unreachable(lost):
             return hang_report.HOST_REMEDY
-        return hang_report.remedy_after_death(crash)
+        return hang_report.remedy_after_death(crash, self._synchronous_kernels)
 
     @property
     def is_lost(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 import mpicomm
 import mpicomm.horovod as hvd
 from mpicomm.devices import accelerator
+from tests import accelerator as emulated
 
 COUNT = 1000
 
@@ -49,3 +50,35 @@ def test_fused_tensors_of_several_streams(world: mpicomm.World, started: None, d
     for of_step in results:
         for result, content in zip(of_step, contents, strict=True):
             assert torch.equal(result.cpu(), factor * content)
+
+
+@pytest.fixture
+def slow(device: torch.device) -> Iterator[None]:
+    """Let each kernel of the device take 20 ms."""
+    if device.type != emulated.NAME:
+        pytest.skip("needs the emulated device")
+    torch.accelerator.synchronize()
+    emulated.configure(kernel_seconds=0.02)
+    yield
+    torch.accelerator.synchronize()
+    emulated.configure()
+
+
+def test_a_cycle_on_another_stream_fuses_after_the_results_before_it_are_read(
+    world: mpicomm.World, started: None, device: torch.device, slow: None
+) -> None:
+    """One copy of the second cycle replaces the fusion buffer, from which sixteen copies of the first read."""
+    first = [torch.full((100,), float(number), device=device) for number in range(16)]
+    second = [torch.full((count,), 99.0, device=device) for count in (1590, 10)]
+    torch.accelerator.synchronize()
+    for cycle, tensors in enumerate((first, second)):
+        with accelerator.on_stream(torch.Stream(device)):
+            handles = [
+                hvd.allreduce_async_(tensor, name=f"{cycle}.{number}", op=hvd.Sum)
+                for number, tensor in enumerate(tensors)
+            ]
+            for handle in handles:
+                hvd.synchronize(handle)
+    torch.accelerator.synchronize()
+    for number, tensor in enumerate(first):
+        assert tensor.cpu().eq(world.size * number).all()

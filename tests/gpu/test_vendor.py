@@ -50,12 +50,17 @@ class Tensors:
 Program = Callable[[dist.ProcessGroup, Tensors], Any]
 
 
-@pytest.fixture(scope="module")
-def pair(device: torch.device) -> Iterator[list[dist.ProcessGroup]]:
-    """Return a group of torch and one of mpicomm, each with a recording backend for the tensors of the device."""
+@pytest.fixture(scope="module", autouse=True)
+def recorded(device: torch.device) -> None:
+    """Give the device of this rank a recording backend."""
     if device.type == "cpu":
         pytest.skip("needs a GPU")
     recording.register(device.type)
+
+
+@pytest.fixture(scope="module")
+def pair(device: torch.device) -> Iterator[list[dist.ProcessGroup]]:
+    """Return a group of torch and one of mpicomm, each with a recording backend for the tensors of the device."""
     names = [recording.NAME, registration.register_beside(f"{device.type}:{recording.NAME}")]
     groups = [dist.new_group(backend=name) for name in names]
     yield groups
@@ -250,8 +255,6 @@ def test_modes_see_the_operation_once(group: dist.ProcessGroup, device: torch.de
 
 
 def test_tensors_of_the_host_take_mpi(group: dist.ProcessGroup, device: torch.device) -> None:
-    if device.type == "cpu":
-        pytest.skip("needs a device besides the CPU")
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [group.size()] * 3

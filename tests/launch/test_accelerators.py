@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import job_info
+from mpicomm.devices import vendors
 from tests import accelerator
 
 accelerator.register()
@@ -110,6 +111,24 @@ report(start(), start("fancyccl"), start(device="emulated:1"), start(device="cud
         assert ", which FANCYCCL does not allow.\nStart one rank per GPU, or use backend='mpi'." in results[1]
         assert "device='emulated:1' does not exist: this process sees 1 GPU.\nPass one of emulated:0" in results[2]
         assert "device must be on cpu or emulated, got 'cuda:0'." in results[3]
+
+
+def test_devices_of_one_gpu_are_shared_for_the_vendors_library() -> None:
+    """MIG devices, for example: NCCL refuses two ranks on one GPU."""
+    program = """
+add_library()
+vendors.Vendor.gpu_uuid = lambda vendor, index: "GPU-7"
+vendors.Vendor.sharing_variable = "FANCYCCL_SHARES"
+results = [start(), start("fancyccl")]
+os.environ["FANCYCCL_SHARES"] = "1"
+report(*results, start(), start("cpu:mpi,emulated:fancyccl"))
+"""
+    for rank, results in enumerate(reports(run_ranks(2, SETUP + program))):
+        assert results[0] == [f"emulated:{rank}", rank, "mpi", MPICOMM, 2, STAGED]
+        assert results[1].startswith("ranks 0, 1 on ")
+        assert "share one GPU (GPU-7), which FANCYCCL does not allow." in results[1]
+        assert results[2] == results[0]
+        assert results[3][2] == "cpu:mpi,emulated:fancyccl"
 
 
 @pytest.mark.parametrize(

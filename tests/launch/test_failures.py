@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,19 @@ world = mpicomm.bootstrap()
 if world.rank in RANKS:
     now()
     raise mpicomm.LaunchError("devices must be 2, got 3.\\nPass devices=2.")
+time.sleep(600)
+"""
+
+# Native code of a rank crashes, in a job with GPUs.
+CRASHING = """
+import ctypes
+import mpicomm
+from mpicomm.devices import vendors
+
+type(vendors.vendor()).synchronous_kernels = "SYNCHRONOUS=1"
+world = mpicomm.bootstrap()
+if world.rank == CRASHED:
+    ctypes.string_at(0)
 time.sleep(600)
 """
 
@@ -119,6 +133,15 @@ def test_ranks_refuse_to_continue_after_bootstrap(ranks: tuple[int, ...]) -> Non
     assert outcome.stderr.count("devices must be 2, got 3.\nPass devices=2.") == 1, outcome
     assert "died" not in outcome.stderr, outcome
     assert seconds_to_end(outcome) < scaled(SECONDS), outcome
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_report_of_a_crash_names_the_setting_of_the_gpus(rank: int) -> None:
+    """The coordinator reports that rank 1 has crashed, and rank 1 that rank 0 has, with the coordinator."""
+    outcome = run_ranks(2, f"CRASHED = {rank}" + OWN_RANK + CRASHING)
+    assert outcome.status != 0, outcome
+    assert outcome.stderr.count(f"rank {rank} of 2 on {socket.gethostname()} died: SIGSEGV ended its process") == 1
+    assert outcome.stderr.count("run the job under gdb; with GPUs, set SYNCHRONOUS=1, too.") == 1, outcome
 
 
 @pytest.mark.each_mpi

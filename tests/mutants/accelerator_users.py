@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "compared_backends.select",
-        old="_GLOO if is_host else _vendor_backend(world)",
+        old="_GLOO if is_host else plan.vendor_part(world.backend)",
         new="_GLOO",
         fault="On GPUs the vendor's backend is not compared.",
         tests="tests/bench/test_operations.py -k backend_of_their_vendor",

@@ -33,7 +33,7 @@ MUTANTS = [
     _on_the_device(
         "DeviceMover._copy",
         "accelerator.record_event(stream)",
-        "accelerator.record_event(accelerator.current_stream(self._device))",
+        "accelerator.end_of_work(self._device)",
         "The event of copies is one of another stream.",
     ),
     _on_the_device(
@@ -115,6 +115,12 @@ MUTANTS = [
         "part.start_to_host(number + 1, chunks[number + 1]), part.host(number + 1)",
         "The next chunk is copied before the transfer of this one, not beside it.",
         f"{LATE} -k overlap",
+    ),
+    _on_the_device(
+        "_Part._is_there",
+        "self._mover.is_host and len(chunk) == 1",
+        "len(chunk) == 1",
+        "MPI gets the address of device memory, and its code on the CPU reads it.",
     ),
     # -- messages -------------------------------------------------------------------------------------------
     _on_the_device(
@@ -229,13 +235,20 @@ MUTANTS = [
         tests="tests/unit/test_gpus.py -k vendor_of",
     ),
     Mutant(
-        "_bytes_of",
+        "bytes_of",
         old="dense.as_strided((dense.numel(),), (1,))",
         new="dense.view(-1)",
         fault="A column of a matrix of one row cannot be sent.",
         tests="tests/unit/test_pytree.py -k one_row",
     ),
     # -- Horovod --------------------------------------------------------------------------------------------
+    _on_the_device(
+        "ProcessSetEngine._complete",
+        "accelerator.on_stream(self._gpu.stream)",
+        "accelerator.on_stream(None)",
+        "An operation fuses its tensors in a buffer from which the results before it are still to be read.",
+        "tests/gpu/test_horovod_streams.py -k another_stream",
+    ),
     _on_the_device(
         "Submission.wait_for_events",
         "event.wait(accelerator.current_stream(event.device))",

@@ -192,10 +192,24 @@ MUTANTS = [
     ),
     Mutant(
         "Coordinator._receive_death",
-        old="hang_report.remedy_after_death(message.crash)",
+        old="hang_report.remedy_after_death(message.crash, self._synchronous_kernels)",
         new="hang_report.DEATH_REMEDY",
         fault="The report of a crash sends the user to the log of the kernel.",
         tests="tests/unit/test_coordinator.py -k remedy",
+    ),
+    Mutant(
+        "open_session",
+        old="vendors.vendor().synchronous_kernels",
+        new="''",
+        fault="The report of a crash does not name the setting that shows the kernel of a GPU.",
+        tests="tests/launch/test_failures.py -k crash",
+    ),
+    Mutant(
+        "Watchdog.__init__",
+        old="Rank0Monitor(rank_info, self._connected.state_of, limits.synchronous_kernels)",
+        new="Rank0Monitor(rank_info, self._connected.state_of)",
+        fault="The report of a crash of rank 0 does not name the setting that shows the kernel of a GPU.",
+        tests="tests/launch/test_failures.py -k crash",
     ),
     Mutant(
         "Job.receive",

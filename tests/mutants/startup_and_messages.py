@@ -205,8 +205,8 @@ MUTANTS = [
         tests="tests/unit/test_pytree.py -k data_on_a_gpu",
     ),
     Mutant(
-        "_bytes_of",
-        old="tensor.detach().resolve_conj().resolve_neg().contiguous()",
+        "bytes_of",
+        old="pack(tensor.detach())",
         new="tensor.detach().contiguous()",
         fault="A conjugated complex tensor is an error in the operations on data.",
         tests="tests/unit/test_pytree.py -k conjugated",
@@ -220,9 +220,9 @@ MUTANTS = [
         tests="tests/unit/test_topology.py -k 'any_placement or numbered'",
     ),
     Mutant(
-        "has_device_each",
-        old="len(set(owned)) == len(identities)",
-        new="len(owned) == len(identities)",
+        "has_gpu_each",
+        old="len(set(owned)) == len(gpus)",
+        new="len(owned) == len(gpus)",
         fault="NCCL is selected although two ranks share a GPU.",
         tests="tests/unit/test_backend_choice.py -k gpu_of_its_own",
     ),

@@ -17,7 +17,7 @@ from mpicomm.job import plan
 CONCRETE = ["mpi", "gloo", *(name for name in plan.known_backends() if "ccl" in name)]
 VENDORS = ["", "cuda:nccl", "xpu:xccl"]
 all_launches = pytest.mark.parametrize(
-    ("has_mpi", "device_each", "vendor"), list(itertools.product([False, True], [False, True], VENDORS))
+    ("has_mpi", "gpu_each", "vendor"), list(itertools.product([False, True], [False, True], VENDORS))
 )
 
 
@@ -32,34 +32,34 @@ def test_another_is_refused_with_those_that_exist(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "mpi", "gloo", None])
 def test_backends_without_a_vendor(backend: str | None) -> None:
     plan.check_backend(backend)
-    assert plan.vendor_library(backend) is None
+    assert not plan.vendor_part(backend)
 
 
 @pytest.mark.parametrize("vendor", ["cuda:nccl", "xpu:xccl"])
 def test_the_backends_of_each_vendor_that_torch_knows(vendor: str) -> None:
-    library = vendor.partition(":")[2]
-    for backend in (library, f"cpu:mpi,{vendor}", f"cpu:gloo,{vendor}"):
+    name = vendor.partition(":")[2]
+    for backend in (name, f"cpu:mpi,{vendor}", f"cpu:gloo,{vendor}"):
         plan.check_backend(backend)
-        assert plan.vendor_library(backend) == library.upper()
+        assert plan.vendor_part(backend) == name
 
 
 @all_launches
-def test_auto(has_mpi: bool, device_each: bool, vendor: str) -> None:
-    chosen = plan.choose_backend("auto", has_mpi=has_mpi, device_each=device_each, vendor=vendor)
+def test_auto(has_mpi: bool, gpu_each: bool, vendor: str) -> None:
+    chosen = plan.choose_backend("auto", has_mpi=has_mpi, gpu_each=gpu_each, vendor=vendor)
     assert ("mpi" in str(chosen)) == has_mpi
     assert ("gloo" in str(chosen)) == (not has_mpi)
     assert plan.needs_mpi(chosen) == has_mpi
-    has_vendor = bool(device_each and vendor)
-    assert (plan.vendor_library(chosen) is not None) == has_vendor
+    has_vendor = bool(gpu_each and vendor)
+    assert bool(plan.vendor_part(chosen)) == has_vendor
     assert str(chosen).endswith(f",{vendor}") == has_vendor
 
 
 @pytest.mark.parametrize("backend", [*CONCRETE, None], ids=repr)
 @all_launches
-def test_any_other_means_itself(backend: str | None, has_mpi: bool, device_each: bool, vendor: str) -> None:
-    assert plan.choose_backend(backend, has_mpi=has_mpi, device_each=device_each, vendor=vendor) == backend
+def test_any_other_means_itself(backend: str | None, has_mpi: bool, gpu_each: bool, vendor: str) -> None:
+    assert plan.choose_backend(backend, has_mpi=has_mpi, gpu_each=gpu_each, vendor=vendor) == backend
     assert plan.needs_mpi(backend) == ("mpi" in (backend or ""))
-    assert (plan.vendor_library(backend) is not None) == ("ccl" in (backend or ""))
+    assert bool(plan.vendor_part(backend)) == ("ccl" in (backend or ""))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_any_other_means_itself(backend: str | None, has_mpi: bool, device_each:
     ],
 )
 def test_whether_every_rank_has_a_gpu_of_its_own(uuids: list[str | None], hosts: list[str], each: bool) -> None:
-    assert plan.has_device_each(uuids, hosts) is each
+    assert plan.has_gpu_each(uuids, hosts) is each
 
 
 @pytest.mark.parametrize(

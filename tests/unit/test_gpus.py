@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import uuid
 from types import SimpleNamespace
 from unittest import mock
 
@@ -28,6 +29,10 @@ class Driver:
     def __getattr__(self, name: str) -> object:
         def call(*args: object) -> int:
             self.called.append(name)
+            if name == "cuDeviceGet":
+                args[0]._obj.value = 10 + args[1]  # type: ignore[attr-defined, operator]
+            if name.startswith("cuDeviceGetUuid"):  # of the GPU, and in version 2 of its MIG device
+                args[0].raw = uuid.UUID(int=name.endswith("_v2") or args[1].value).bytes  # type: ignore[attr-defined]
             if name == "cuStreamCreate":
                 args[0]._obj.value = CREATED  # type: ignore[attr-defined]
                 assert args[1] == 1
@@ -133,6 +138,13 @@ def test_where_cuda_refuses_a_stream_torchs_pool_has_one(cuda: SimpleNamespace, 
     cuda.driver = Driver(fails)
     assert vendors.CUDA().own_stream(GPU).handle is None
     assert cuda.driver.called.count("cuCtxPushCurrent_v2") >= cuda.driver.called.count("cuCtxPopCurrent_v2")
+
+
+def test_a_mig_device_belongs_to_the_gpu_that_nccl_compares(cuda: SimpleNamespace) -> None:
+    assert vendors.CUDA().gpu_uuid(1) == str(uuid.UUID(int=11))
+    assert vendors.ROCm().gpu_uuid(1) == ""
+    cuda.driver = Driver("cuDeviceGetUuid")
+    assert vendors.CUDA().gpu_uuid(1) == ""
 
 
 def test_rocm_takes_torchs_streams(cuda: SimpleNamespace) -> None:

@@ -130,6 +130,8 @@ class UsedMachine:
     pbs: HostAllocation | None = None
     of_rank: str | None = None
     """The variable by which the scheduler gives every rank its own device; None if every rank sees all of them."""
+    prefix: str = ""
+    """Of the names of these devices in the variable; without one they are numbers."""
 
 
 WITH_NCCL, WITH_ONECCL = "cpu:mpi,cuda:nccl", "cpu:mpi,xpu:xccl"
@@ -167,6 +169,12 @@ MACHINES = {
     ),
     # A process sees one of the seven MIG devices.
     "A100 with MIG": UsedMachine(nvidia(1, {0: 7}), 16, NVIDIA, 1, 16, ("cuda:0",), WITH_NCCL),
+    # NCCL refuses two ranks on one GPU, also on different MIG devices.
+    "A100 with a rank on each MIG device": UsedMachine(
+        nvidia(1, {0: 7}), 14, NVIDIA, 7, 2, ("cuda:0",) * 7, "mpi",
+        {**SLURM, "SLURM_GPUS": "7", "SLURM_JOB_CPUS_PER_NODE": "14"},
+        of_rank="CUDA_VISIBLE_DEVICES", prefix="MIG-",
+    ),
     "laptop": UsedMachine(intel(1, integrated=True), 4, None, 4, 1, ("cpu",) * 4, "mpi"),
     "laptop with an NVIDIA GPU": UsedMachine(
         intel(1, integrated=True) | nvidia(1), 8, NVIDIA, 1, 8, ("cuda:0",), WITH_NCCL
@@ -177,7 +185,9 @@ MACHINES = {
 @pytest.mark.parametrize(
     ("files", "machine"), [(machine.files, machine) for machine in MACHINES.values()], ids=list(MACHINES)
 )
-def test_ranks_devices_and_backend_of_a_machine(root: Path, machine: UsedMachine) -> None:
+def test_ranks_devices_and_backend_of_a_machine(
+    root: Path, machine: UsedMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerators = counting.count(machine.environ, root)
     assert accelerators.vendor == machine.vendor
     # 1. the number of ranks, and their cores
@@ -197,9 +207,14 @@ def test_ranks_devices_and_backend_of_a_machine(root: Path, machine: UsedMachine
     assert tuple(shown) == machine.devices
     # 3. the backend
     hosts = [f"host{rank // len(visible)}" for rank in range(machine.ranks)]
-    device_each = plan.has_device_each(assigned, hosts)
+    monkeypatch.setattr(vendors.Vendor, "gpu_uuid", lambda _vendor, _index: "GPU-0" if machine.prefix else "")
+    gpus = [
+        None if device is None else assignment.gpus_of({device: visible[rank % len(visible)].index(device)})[device]
+        for rank, device in enumerate(assigned)
+    ]
+    gpu_each = plan.has_gpu_each(gpus, hosts)
     vendor = {"cuda": "cuda:nccl", "xpu": "xpu:xccl"}.get(kind, "")
-    assert plan.choose_backend("auto", has_mpi=True, device_each=device_each, vendor=vendor) == machine.backend
+    assert plan.choose_backend("auto", has_mpi=True, gpu_each=gpu_each, vendor=vendor) == machine.backend
 
 
 def launch(machine: UsedMachine, accelerators: Accelerators) -> Start:
@@ -216,7 +231,7 @@ def visible_to(rank: int, machine: UsedMachine, root: Path) -> list[str]:
     """Return the names of the devices that a rank sees."""
     environ = dict(machine.environ)
     if machine.of_rank:
-        environ[machine.of_rank] = str(rank)
+        environ[machine.of_rank] = f"{machine.prefix}{rank}"
     count = counting.count(environ, root).count
     return [f"GPU-{rank if machine.of_rank else index}" for index in range(count)]
 

@@ -62,7 +62,7 @@ class DeviceMover(Mover):
 
     def mark(self) -> torch.Event:
         """Return the current point of the current stream."""
-        return accelerator.record_event(accelerator.current_stream(self._device))
+        return accelerator.end_of_work(self._device)
 
     def follow(self, mark: torch.Event) -> None:
         """Order all further copies after a mark."""

@@ -102,7 +102,7 @@ class GPUDirect(Transport):
             return call
         for tensor in tensors:
             checks.require_no_graph_capture(tensor)
-        marks = [accelerator.record_event(accelerator.current_stream(device)) for device in devices]
+        marks = [accelerator.end_of_work(device) for device in devices]
 
         def when_ready() -> None:
             for mark in marks:
@@ -118,7 +118,7 @@ class GPUDirect(Transport):
         if tensor.is_cpu:
             return super().for_sending(tensor)
         checks.require_no_graph_capture(tensor)
-        return buffers.pack(tensor), _end_of_work(tensor)
+        return buffers.pack(tensor), accelerator.end_of_work(tensor.device)
 
     def for_receiving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent | None, Deliver]:
         """Return a dense tensor to receive into, the event of the caller's work that uses it, and the copy of it."""
@@ -131,11 +131,6 @@ class GPUDirect(Transport):
             if output_buffer is tensor:
                 return None
             tensor.detach().copy_(output_buffer)
-            return _end_of_work(tensor)
+            return accelerator.end_of_work(tensor.device)
 
-        return output_buffer, _end_of_work(tensor), deliver
-
-
-def _end_of_work(tensor: torch.Tensor) -> DeviceEvent:
-    """Return the event at the end of the current stream's work on the tensor's device."""
-    return accelerator.record_event(accelerator.current_stream(tensor.device))
+        return output_buffer, accelerator.end_of_work(tensor.device), deliver

@@ -29,6 +29,13 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the content of `tensor` as a flat tensor of bytes: a view if it is dense, else a copy."""
+    dense = pack(tensor.detach())
+    # Not view(-1): a contiguous tensor of one element may have any stride, with which it cannot be viewed as bytes.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
 def output_buffer(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense tensor to receive the result for `tensor`: `tensor` itself if it is dense, else a new one."""
     if is_dense(tensor):
