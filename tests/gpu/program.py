@@ -30,8 +30,8 @@ def main() -> None:
         emulated.register()
     if backend == "NCCL":
         separate_for_nccl()
-        plan.has_device_each = lambda *_: True  # type: ignore[assignment]
-        assignment.refuse_shared = lambda *_: None  # type: ignore[assignment]
+        plan.has_gpu_each = lambda *_: True  # type: ignore[assignment]
+        assignment.refuse_shared = lambda *_, **__: None  # type: ignore[assignment]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
