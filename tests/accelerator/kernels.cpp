@@ -193,7 +193,8 @@ class Call {
 
   static void copy_tensors(const std::vector<at::Tensor>& values, const std::vector<at::Tensor>& views) {
     for (size_t index = 0; index < views.size(); ++index) {
-      if (values.at(index).numel() == 0) continue;  // of the CPU, for a result without meaning: batch_norm, evaluating
+      // Results without meaning, empty or undefined on the CPU: batch_norm evaluating, or without weights.
+      if (values.empty() || values.at(index).numel() == 0) continue;
       TORCH_CHECK(values.at(index).sizes() == views[index].sizes(), "the shape of the CPU's result, ",
                   values[index].sizes(), ", differs from that of the meta device, ", views[index].sizes());
       views[index].copy_(values[index]);

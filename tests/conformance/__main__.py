@@ -2,16 +2,21 @@
 
 `--write` runs them on 3 and 4 ranks, also with torch's Gloo for comparison, writes docs/results/conformance-<mpi>.json
 for the MPI of this environment, and generates docs/conformance.md from these files. `--page` only generates the page.
+
+`--device accelerator` runs the tests that use GPUs, on the GPUs of this machine or an emulated accelerator. `--write`
+then runs them on 2 and 4 ranks, and writes docs/results/conformance-<device>-<mpi>.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
-from tests.conformance import jobs, page, verdicts
-from tests.conformance.results import Results, Run, measure
+from tests.conformance import jobs, on_accelerator, page, verdicts
+from tests.conformance.results import LABELS, Results, Run, measure
 
 
 def main() -> int:
@@ -19,21 +24,32 @@ def main() -> int:
     if args.page:
         page.write()
         return 0
+    options = {"limit": args.limit, "total": args.total, "pattern": args.k, "sample": args.sample, "shows": args.s}
+    device, labels, sizes, with_gloo = "cpu", LABELS, [3, 4], args.write or args.gloo
+    command = "python -m tests.conformance --write"
+    if args.device == "accelerator":
+        device, labels, sizes, with_gloo = on_accelerator.device_type(), (on_accelerator.LABEL,), [2, 4], False
+        command += " --device accelerator"
     runs = {}
-    for size in args.ranks or ([3, 4] if args.write else [4]):
-        options = {"limit": args.limit, "pattern": args.k, "sample": args.sample, "shows": args.s}
-        runs[size] = measure(size, with_gloo=args.write or args.gloo, **options)
+    for size in args.ranks or (sizes if args.write else [4]):
+        runs[size] = measure(size, labels, with_gloo=with_gloo, device=args.device, **options)
         _show(size, runs[size])
+    measured = Results.of(runs, device, command)
+    if args.output:
+        measured.write(args.output)
     if args.write:
-        Results.of(runs, "python -m tests.conformance --write").write()
+        measured.write(measured.path())
         page.write()
     return _status(runs, args.at_least)
 
 
 def _parse() -> argparse.Namespace:
     parser = jobs.parser("tests.conformance", __doc__, limit=60)
-    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks (4; with --write 3 and 4)")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks (4)")
     parser.add_argument("--at-least", type=int, default=0, metavar="N", help="fail if fewer tests pass")
+    parser.add_argument("--device", choices=["cpu", "accelerator"], default="cpu", help="the device of the tensors")
+    parser.add_argument("--total", type=float, default=math.inf, metavar="S", help="start no test after S seconds")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results to FILE")
     parser.add_argument("--gloo", action="store_true", help="also run torch's own Gloo, for comparison")
     parser.add_argument("--page", action="store_true", help="only generate the page from the existing results")
     parser.add_argument("--sample", action="store_true", help="run only some tests of each kind (sample.py)")

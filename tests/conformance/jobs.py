@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -17,12 +18,14 @@ from tests.launching import run_ranks
 
 JOB_LIMIT_SECONDS = 900.0  # for all tests of a job
 
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
+ENVIRONMENT_ON_DEVICES = {
     "PYTHONHASHSEED": "0",  # some reasons contain sets, which all ranks must print in the same order
     "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
 }
 """The variables that the ranks need."""
+
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", **ENVIRONMENT_ON_DEVICES}
+"""The variables that the ranks need for tests of CPU tensors."""
 
 
 def parser(prog: str, description: str, limit: float) -> argparse.ArgumentParser:
@@ -43,8 +46,10 @@ def run(
     size: int,
     labels: Sequence[str],
     *,
+    device: str = "cpu",
     of_torch: bool = False,
     limit: float = 60,
+    total: float = math.inf,
     pattern: str = "",
     sample: bool = False,
     shows: bool = False,
@@ -53,8 +58,10 @@ def run(
 
     Args:
         labels: The backend names under which to run them.
+        device: The device of the tensors, `cpu` or `accelerator`.
         of_torch: Run torch's own backends, for comparison.
         limit: The time limit of a test in seconds.
+        total: The seconds after which no further test starts; the others get no verdict.
         pattern: Run the tests whose names contain this text.
         sample: Run only the tests of `sample.NAMES`.
         shows: Show the output of the ranks.
@@ -63,9 +70,15 @@ def run(
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch:
         journal = Journal(Path(scratch, "journal"))
         options = ["--journal", str(journal.path), "--scratch", scratch, "--limit", str(limit), "--pattern", pattern]
+        options += ["--device", device]
+        environ = ENVIRONMENT if device == "cpu" else ENVIRONMENT_ON_DEVICES
         flags = [*["--of-torch"] * of_torch, *["--sample"] * sample]
         command = ["-m", "tests.conformance.ranks", *options, *flags, *labels]
-        until_finished(journal, lambda: start(size, command), shows=shows)
+
+        def start_job() -> str:
+            return start(size, [*command, "--total", str(began + total - time.monotonic())], environ)
+
+        until_finished(journal, start_job, shows=shows)
         return {label: journal.verdicts(label) for label in labels}, round(time.monotonic() - began, 1)
 
 

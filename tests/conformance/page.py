@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tests import accelerator
 from tests.conformance import file_results, results
 from tests.conformance.file_results import NEITHER, ONLY_GLOO, OUTCOMES, FileResults
 from tests.conformance.results import GLOO, LABELS, Results, Run
@@ -33,6 +34,16 @@ A cell has one outcome if both MPI libraries give the same. "Small world size" m
 is exempt from that restriction.
 """
 
+_ON_DEVICES = """\
+## Tests of GPUs
+
+`python -m tests.conformance --device accelerator` runs the tests that use GPUs, as `nccl`, the backend for which
+PyTorch wrote most of them; the groups of that name use the mpicomm backend, without NCCL. The tests run on the GPUs of
+the machine, or without one on the emulated accelerator of `tests/accelerator`. The ranks share the devices. PyTorch's
+conditions on the number of GPUs and the version of NCCL do not apply, and tests of a group of ranks 1 and 2 need
+3 ranks instead of 8. A test that passes without a tensor on a device counts as skipped.
+"""
+
 _FILES = """\
 ## Test files of PyTorch's repository
 
@@ -55,16 +66,20 @@ def write() -> None:
     PATH.write_text(text(results.read_all(), file_results.read_all()))
 
 
-def text(measured: Sequence[Results], files: Sequence[FileResults] = ()) -> str:
+def text(all_results: Sequence[Results], files: Sequence[FileResults] = ()) -> str:
+    measured = [each for each in all_results if each.device == "cpu"]
+    on_devices = [each for each in all_results if each.device != "cpu"]
     parts = [_INTRODUCTION, *map(_described, measured), _summary(measured), _shortfalls(measured)]
+    parts += [_tests_on_devices(on_devices)] if on_devices else []
     return "\n".join([*parts, *([_files(files)] if files else []), _tests(measured)])
 
 
 def _described(each: Results | FileResults) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in each.about["versions"].items())
+    has_gpu = isinstance(each, Results) and each.device not in ("cpu", accelerator.NAME)
     return (
-        f"- {each.about['date']}, one machine with {each.about['cores']} cores, no GPU: {versions}. "
-        f"`{each.about['command']}`\n"
+        f"- {each.about['date']}, one machine with {each.about['cores']} cores, {'a' if has_gpu else 'no'} GPU: "
+        f"{versions}. `{each.about['command']}`\n"
     )
 
 
@@ -114,6 +129,40 @@ def shortfalls(run: Run) -> list[str]:
         for name, verdict in run.verdicts().items()
         if verdict.outcome == FAIL or (verdict.outcome == SKIP and name in passed_by_gloo)
     ]
+
+
+# -- tests of GPUs -----------------------------------------------------------------------------------------------------
+
+
+def _tests_on_devices(measured: Sequence[Results]) -> str:
+    """Return the section of the tests on accelerators: their numbers, the failures, and the reasons for skipping."""
+    runs = [(results, size, run) for results in measured for size, run in results.runs.items()]
+    counts = [
+        [results.device, results.mpi, str(size), f"**{_shown_counts(run.counts()['all'])}**", f"{run.seconds:.0f}"]
+        for results, size, run in runs
+    ]
+    failures = [
+        [f"`{name}`", f"{results.device}, {results.mpi}, {size} ranks", escaped(verdict.reason)]
+        for results, size, run in runs
+        for name, verdict in run.verdicts().items()
+        if verdict.outcome == FAIL
+    ]
+    skipped: dict[str, set[str]] = {}
+    for _, _, run in runs:
+        for name, verdict in run.verdicts().items():
+            if verdict.outcome == SKIP:
+                skipped.setdefault(_explained(verdict.reason), set()).add(f"`{name}`")
+    return "\n".join(
+        [
+            _ON_DEVICES,
+            *map(_described, measured),
+            table(["device", "MPI", "ranks", "pass / fail / skip", "seconds"], counts),
+            table(["failing test", "on", "reason"], failures) if failures else "No test fails.\n",
+            table(
+                ["reason for skipping", "tests"], [[why, ", ".join(sorted(names))] for why, names in skipped.items()]
+            ),
+        ]
+    )
 
 
 # -- test files of PyTorch's repository --------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ import contextlib
 import faulthandler
 import functools
 import json
+import math
 import os
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,25 +32,43 @@ from tests.conformance.journal import Journal
 from tests.conformance.verdicts import Verdict
 
 if TYPE_CHECKING:
+    from tests.conformance.on_accelerator import SharedDevices
     from tests.conformance.upstream_file import UpstreamFile
+
+_ON_CPU = Verdict(verdicts.SKIP, "uses no device")
 
 
 class Ranks:
     """Runs the tests on all ranks of the job."""
 
-    def __init__(self, comm: Any, journal: Journal, scratch: Path, *, is_ours: bool, limit: float) -> None:
+    def __init__(
+        self,
+        comm: Any,
+        journal: Journal,
+        scratch: Path,
+        devices: SharedDevices | None = None,
+        *,
+        is_ours: bool,
+        limit: float,
+        total: float = math.inf,
+    ) -> None:
         self._comm = comm
         self._journal = journal
         self._scratch = scratch
+        self._devices = devices
         self._is_ours = is_ours
         self._limit = limit
+        self._deadline = time.monotonic() + total
 
     def run(self, suite: upstream.Suite | UpstreamFile, is_chosen: Callable[[str], bool]) -> None:
         """Run the selected tests that are not in the journal yet, on all ranks."""
         done = self._comm.bcast(self._journal.names(suite.label))
         for name in suite.names():
-            if name not in done and is_chosen(name):
+            if name not in done and is_chosen(name) and self._has_time():
                 self._run_one(suite, name)
+
+    def _has_time(self) -> bool:
+        return self._comm.bcast(time.monotonic() < self._deadline)
 
     def _run_one(self, suite: upstream.Suite | UpstreamFile, name: str) -> None:
         if self._comm.rank == 0:
@@ -64,11 +84,27 @@ class Ranks:
         try:
             with _as_it_was():
                 check = functools.partial(routing.check_engine, is_ours=self._is_ours)
-                verdict = self._agree(suite, name, suite.run(name, scratch, check))
-                end = self._agree(suite, name, _close_groups())
+                with contextlib.nullcontext() if self._devices is None else self._devices.in_test():
+                    own = suite.run(name, scratch, check)
+                verdict = self._agree(suite, name, own)
+                end = self._agree(suite, name, self._end_test())
         finally:
             faulthandler.cancel_dump_traceback_later()
-        return verdict if end.outcome == verdicts.PASS or verdict.outcome == verdicts.FAIL else end
+        if end.outcome == verdicts.FAIL and verdict.outcome != verdicts.FAIL:
+            return end
+        is_on_device = self._devices is None or self._comm.allreduce(self._devices.are_used)
+        return _ON_CPU if verdict.outcome == verdicts.PASS and not is_on_device else verdict
+
+    def _end_test(self) -> Verdict:
+        """Wait for the devices, and destroy the groups of a test; an error there fails the test."""
+        try:
+            if self._devices is not None:
+                self._devices.synchronize()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except Exception as error:  # noqa: BLE001  any exception is the verdict
+            return Verdict(verdicts.FAIL, verdicts.in_one_line(f"at the end of the test: {error!r}"))
+        return Verdict(verdicts.PASS)
 
     def _agree(self, suite: upstream.Suite | UpstreamFile, name: str, own: Verdict) -> Verdict:
         return self._journal.agree(self._comm, suite.label, name, own, self._limit)
@@ -95,16 +131,6 @@ def _as_it_was() -> Iterator[None]:
         sys.excepthook = hook
 
 
-def _close_groups() -> Verdict:
-    """Destroy the groups of a test; an error there fails the test."""
-    try:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except Exception as error:  # noqa: BLE001  any exception is the verdict
-        return Verdict(verdicts.FAIL, verdicts.in_one_line(f"destroy_process_group: {error!r}"))
-    return Verdict(verdicts.PASS)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("labels", nargs="*")
@@ -113,12 +139,20 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, required=True, help="a directory that all ranks can access")
     parser.add_argument("--of-torch", action="store_true", help="run torch's own backend, for comparison")
     parser.add_argument("--limit", type=float, default=60, help="time limit of a test in seconds")
+    parser.add_argument("--total", type=float, default=math.inf, help="seconds after which no test starts")
     parser.add_argument("--pattern", default="", help="run the tests whose names contain this text")
     parser.add_argument("--sample", action="store_true", help="run only the tests of sample.py")
+    parser.add_argument("--device", choices=["cpu", "accelerator"], default="cpu", help="the device of the tensors")
     args = parser.parse_args()
+    devices = None
+    if args.device == "accelerator":
+        from tests.conformance import on_accelerator
+
+        devices = on_accelerator.install()
     world = mpicomm.bootstrap(None)
     assert world.comm is not None
-    ranks = Ranks(world.comm, Journal(args.journal), args.scratch, is_ours=not args.of_torch, limit=args.limit)
+    limits = {"limit": args.limit, "total": args.total}
+    ranks = Ranks(world.comm, Journal(args.journal), args.scratch, devices, is_ours=not args.of_torch, **limits)
     if args.plan:
         from tests.conformance import on_cpu  # these need a newer torch than the other tests
         from tests.conformance.group_creation import GroupCreation
@@ -130,9 +164,9 @@ def main() -> None:
         for path, names in json.loads(args.plan.read_text()).items():
             ranks.run(UpstreamFile(Path(path), world.rank, creation), names.__contains__)
     elif not args.of_torch:
-        routing.route()
+        routing.route(routing.BUILT_IN if devices is None else (*routing.BUILT_IN, on_accelerator.LABEL))
     for label in args.labels:
-        suite = upstream.Suite(label, world.rank, world.size)
+        suite = upstream.Suite(label, world.rank, world.size, devices)
         ranks.run(suite, lambda name: args.pattern in name and (not args.sample or name in sample.NAMES))
     if world.rank == 0:
         Journal(args.journal).finish()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import rank_results
@@ -73,12 +74,13 @@ class Run:
         def column(name: str) -> dict[str, Verdict]:
             return {test: Verdict.parse(row[name]) for test, row in raw["tests"].items() if name in row}
 
-        return cls({label: column(label) for label in LABELS}, column(GLOO), raw["seconds"])
+        labels = [name for name in raw["counts"] if name not in ("all", GLOO)]
+        return cls({label: column(label) for label in labels}, column(GLOO), raw["seconds"])
 
 
-def measure(size: int, *, with_gloo: bool, **options: Any) -> Run:
+def measure(size: int, labels: Sequence[str], *, with_gloo: bool, **options: Any) -> Run:
     """Run the tests on `size` ranks under all labels; `jobs.run` describes the options."""
-    ours, seconds = jobs.run(size, LABELS, **options)
+    ours, seconds = jobs.run(size, labels, **options)
     gloo = jobs.run(size, ["gloo"], of_torch=True, **options)[0]["gloo"] if with_gloo else {}
     return Run(ours, gloo, seconds)
 
@@ -90,25 +92,33 @@ class Results:
     mpi: str
     """The library's name."""
 
+    device: str
+    """The type of the device of the tensors."""
+
     about: dict[str, Any]
     runs: dict[int, Run]
     """By number of ranks."""
 
     @classmethod
-    def of(cls, runs: dict[int, Run], command: str) -> Results:
+    def of(cls, runs: dict[int, Run], device: str, command: str) -> Results:
         """Describe runs that were made now, in this environment."""
-        return cls(mpi.library().vendor, about(command), runs)
+        return cls(mpi.library().vendor, device, about(command), runs)
 
-    def write(self) -> None:
-        raw = {"mpi": self.mpi, **self.about, "runs": {str(size): run.to_json() for size, run in self.runs.items()}}
-        result_files.write(DIRECTORY / f"conformance-{rank_results.mpi_name(self.mpi)}.json", raw)
+    def path(self) -> Path:
+        """Return the file for these results."""
+        device = "" if self.device == "cpu" else f"{self.device}-"
+        return DIRECTORY / f"conformance-{device}{rank_results.mpi_name(self.mpi)}.json"
+
+    def write(self, path: Path) -> None:
+        runs = {str(size): run.to_json() for size, run in self.runs.items()}
+        result_files.write(path, {"mpi": self.mpi, "device": self.device, **self.about, "runs": runs})
 
 
 def read_all() -> list[Results]:
-    """Read the files of all MPIs."""
+    """Read the files of all MPIs and devices."""
     return [_read(json.loads(path.read_text())) for path in sorted(DIRECTORY.glob("conformance-*.json"), reverse=True)]
 
 
 def _read(raw: dict[str, Any]) -> Results:
     runs = {int(size): Run.from_json(run) for size, run in raw.pop("runs").items()}
-    return Results(raw.pop("mpi"), raw, runs)
+    return Results(raw.pop("mpi"), raw.pop("device", "cpu"), raw, runs)

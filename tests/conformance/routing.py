@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,15 +20,15 @@ BUILT_IN = ("mpi", "gloo")
 _PREFIX = "conformance_"
 
 
-def route() -> None:
-    """Create every group requested as `mpi` or `gloo` with the mpicomm backend, under the requested name."""
+def route(labels: Collection[str] = BUILT_IN) -> None:
+    """Create every group requested under one of torch's names with the mpicomm backend, under the requested name."""
     registration.register()
     for feature in ("plugin", "ddp", "subgroup", "gpu", "cuda"):  # PyTorch's tests require this of other backends
         DistTestCases.backend_feature[feature].add(OURS)
-    for label in BUILT_IN:
+    for label in labels:
         create = functools.partial(_create, label)
         dist.Backend.register_backend(_PREFIX + label, create, extended_api=True, devices=["cpu", "cuda"])
-    distributed_c10d._new_process_group_helper = _routed(distributed_c10d._new_process_group_helper)
+    distributed_c10d._new_process_group_helper = _routed(distributed_c10d._new_process_group_helper, labels)
     modules: tuple[Any, ...] = (dist, distributed_c10d)
     for module in modules:
         module.is_mpi_available = lambda: True
@@ -44,10 +44,10 @@ def _create(label: str, options: Any, _backend_options: Any) -> MPIProcessGroup:
     return registration.create(options, label)
 
 
-def _routed(helper: Callable[..., Any]) -> Callable[..., Any]:
+def _routed(helper: Callable[..., Any], labels: Collection[str]) -> Callable[..., Any]:
     def make(size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any) -> Any:
         label = str(backend)
-        asked = dist.Backend(_PREFIX + label) if label in BUILT_IN else backend
+        asked = dist.Backend(_PREFIX + label) if label in labels else backend
         group, store = helper(size, rank, ranks, asked, *args, **kwargs)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             check_engine(group, is_ours=True)

@@ -12,7 +12,7 @@ import unittest
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from torch.testing._internal import common_distributed, common_utils
 from mpicomm import torch_compatibility
 from tests.conformance import verdicts
 from tests.conformance.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from tests.conformance.on_accelerator import SharedDevices
 
 _SHOWS_ASYNC_SPANS = (2, 12)
 """The first torch whose profiler keeps spans that end on another thread, which PyTorch's tests check."""
@@ -32,8 +35,12 @@ _SKIPS = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS
 class Suite:
     """PyTorch's tests for a backend of one name."""
 
-    def __init__(self, label: str, rank: int, size: int) -> None:
-        """Import the test module; these variables determine which tests it skips at import."""
+    def __init__(self, label: str, rank: int, size: int, devices: SharedDevices | None = None) -> None:
+        """Import the test module; these variables determine which tests it skips at import.
+
+        Args:
+            devices: The accelerator's, which the tests use in place of those that they name.
+        """
         os.environ.update(BACKEND=label, WORLD_SIZE=str(size), INIT_METHOD="file:///set/for/each/test")
         sys.modules.pop(_MODULE, None)
         self.label = label
@@ -42,6 +49,9 @@ class Suite:
         self._module: Any = importlib.import_module(_MODULE)
         if torch_compatibility.torch_version() < _SHOWS_ASYNC_SPANS:
             self._module.PROFILING_SUPPORTED_BACKENDS = []
+        self._devices = devices
+        if devices is not None:
+            devices.redirect(self._module)
         # The class that PyTorch's own runner, test_distributed_spawn.py, names TestDistBackendWithSpawn.
         bases = (self._module.TestDistBackend, self._module.DistributedTest._DistTestBase)
         self._case = types.new_class("Case", bases)
@@ -52,6 +62,9 @@ class Suite:
 
     def skip(self, name: str) -> Verdict | None:
         """Return the verdict on a test that is skipped at import; None if it must be run."""
+        reason = None if self._devices is None else self._devices.reason_to_skip(name, self._size)
+        if reason is not None:
+            return Verdict(verdicts.SKIP, reason)
         test = getattr(self._case, name)
         if not getattr(test, "__unittest_skip__", False):
             return None
@@ -77,7 +90,7 @@ class Suite:
         except Exception as error:  # noqa: BLE001  any exception of a test is its verdict
             traceback.print_exc()
             return verdict_of_error(error, self._module.__file__)
-        if "cuda" in name and not torch.cuda.is_available():
+        if "cuda" in name and not torch.accelerator.is_available():
             return Verdict(verdicts.FAIL, "a test of GPUs that passes without one")
         return Verdict(verdicts.PASS)
 

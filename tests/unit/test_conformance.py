@@ -52,7 +52,7 @@ RUN = Run(
 
 def test_the_page_has_every_test() -> None:
     about = {"date": "2026-01-01", "command": "a command", "cores": 2, "versions": {"Some MPI": "1.0"}}
-    lines = page.text([Results("Some MPI", about, {4: RUN})]).splitlines()
+    lines = page.text([Results("Some MPI", "cpu", about, {4: RUN})]).splitlines()
     assert "| Some MPI | 4 | **2 / 1 / 2** | 2 / 0 / 3 | 2 / 1 / 2 |  | 3 / 0 / 2 | 12 |" in lines
     assert "| `test_b` | Some MPI, 4 ranks | fail | pass | mpi: ValueError: no \\| such thing |" in lines
     assert "| `test_c` | skip | pass | Only MPI supports all_to_all |" in lines
