@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 import mpicomm
 from mpicomm import mpi
+from mpicomm.backend.gpu import probe
 from mpicomm.backend.gpu.transport import GPUDirect
 from mpicomm.backend.transfer import mpi_calls
 from tests import accelerator as emulated
@@ -53,6 +54,7 @@ def group(world: mpicomm.World, device: torch.device) -> Iterator[Group]:
             api = GPUAwareMPI()
             patch.setattr(mpi_calls, "_api", lambda: api)
             patch.setenv("MPICOMM_GPU_AWARE", "1")
+            patch.setattr(probe, "_has_passed", False)  # and not True for the groups of later tests
         handle: Any = dist.new_group()
         if device.type != emulated.NAME and not isinstance(handle._executor.transport, GPUDirect):
             pytest.skip("needs GPU-aware MPI")
