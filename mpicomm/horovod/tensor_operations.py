@@ -199,8 +199,9 @@ def _run(
         is_grouped=call.is_grouped,
         is_cacheable=name is not None,
     )
-    if any(layout.device != "cpu" for layout in signature.layouts):
-        handle.record_events(call.tensors)
+    inputs = call.tensors if splits is None else [*call.tensors, splits]
+    if not all(tensor.is_cpu for tensor in inputs):
+        handle.record_events(inputs)
     if call.is_async:
         return engine.submit(handle)
     if call.is_in_place:

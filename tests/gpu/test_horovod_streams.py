@@ -64,6 +64,29 @@ def slow(device: torch.device) -> Iterator[None]:
     emulated.configure()
 
 
+def test_received_splits_on_the_device_of_tensors_on_the_host(
+    world: mpicomm.World, started: None, device: torch.device, slow: None
+) -> None:
+    """They are dropped before the stream of the caller has read them; the engine's thread allocates the next ones."""
+    submitting, reading, busy = torch.Stream(device), torch.Stream(device), torch.zeros(100, device=device)
+    rows, read = torch.zeros(4 * world.size), []
+    torch.accelerator.synchronize()
+    for number in range(4):
+        with accelerator.on_stream(submitting):
+            splits = torch.full((world.size,), number, dtype=torch.int32, device=device)
+            handle = hvd.alltoall_async(rows, splits, name="splits")
+        while not hvd.poll(handle):
+            time.sleep(0.001)
+        with accelerator.on_stream(reading):
+            _, received = hvd.synchronize(handle)
+            for _ in range(10):
+                busy.add_(1)
+            read.append(received + 0)
+            del received, handle
+    torch.accelerator.synchronize()
+    assert [counts.tolist() for counts in read] == [[number] * world.size for number in range(4)]
+
+
 def test_a_cycle_on_another_stream_fuses_after_the_results_before_it_are_read(
     world: mpicomm.World, started: None, device: torch.device, slow: None
 ) -> None:

@@ -250,6 +250,13 @@ MUTANTS = [
         "tests/gpu/test_horovod_streams.py -k another_stream",
     ),
     _on_the_device(
+        "tensor_operations._run",
+        "call.tensors if splits is None else [*call.tensors, splits]",
+        "call.tensors",
+        "The received splits of an alltoall on the host are overwritten on the GPU before they are read.",
+        "tests/gpu/test_horovod_streams.py -k received_splits",
+    ),
+    _on_the_device(
         "Submission.wait_for_events",
         "event.wait(accelerator.current_stream(event.device))",
         "pass",
