@@ -58,8 +58,9 @@ test: $(ENVS) ## run single-process tests and the chosen scenarios, then tests o
 test-full: $(ENVS) ## run all scenarios with both MPIs, other numbers of ranks, the cluster, the oldest torch, long tests
 	tests/parts.sh "make test-alone SCENARIOS=all" "make test-alone-mpich SCENARIOS=all" \
 		"make test-1" "make test-2" "make test-3" "make test-4" "make features-4" \
-		"make test-cluster SCENARIOS=all" "make conformance-4" "make conformance-mpich-4" "make compat TORCH=oldest MPI=mpich REMOVE=1" \
-		"make test-emulated-full" "make limits" "make many-ranks"
+		"make test-cluster SCENARIOS=all" "make conformance-4" "make conformance-mpich-4" \
+		"make test-emulated-full" "make conformance-accelerator-2" "make conformance-accelerator-4" \
+		"make compat TORCH=oldest MPI=mpich REMOVE=1" "make limits" "make many-ranks"
 
 # Tests that start jobs are scenarios; tests/scenarios.json has the chosen ones.
 SCENARIOS ?= chosen
@@ -104,6 +105,7 @@ test-emulated-full: $(ENVS) ## run GPU tests, random operations and examples wit
 test-gpu: $(ENVS) ## run GPU tests, random operations and examples, whose ranks may share a GPU; measure transfers to MPI
 	$(openmpi) $(limited) python -m tests.gpu --write
 	$(mpich) $(limited) python -m tests.gpu --write
+	$(MAKE) conformance-accelerator-2
 	$(openmpi) $(limited) mpirun -n 2 python -m benchmarks.gpu_throughput
 	$(mpich) $(limited) mpirun -n 2 python -m benchmarks.gpu_throughput
 
@@ -122,12 +124,18 @@ compat-system: ## run it with Debian's Open MPI and MPICH, which it installs (ro
 conformance: $(ENVS) ## run PyTorch's own tests, also with Gloo for comparison, and write docs/conformance.md
 	$(openmpi) $(limited) python -m tests.conformance --at-least 100 --write
 	$(mpich) $(limited) python -m tests.conformance --at-least 100 --write
+	$(openmpi) $(limited) python -m tests.conformance --device accelerator --at-least 110 --write
+	$(mpich) $(limited) python -m tests.conformance --device accelerator --at-least 110 --write
 
 conformance-%: .venv/.ready ## run PyTorch's own tests on N ranks, with Open MPI
 	$(openmpi) $(limited) python -m tests.conformance --ranks $* --at-least 100
 
 conformance-mpich-%: .venv-mpich/.ready ## run them with MPICH
 	$(mpich) $(limited) python -m tests.conformance --ranks $* --at-least 100
+
+conformance-accelerator-%: $(ENVS) ## run those of GPUs on N ranks with both MPIs, on GPUs or the emulated accelerator
+	$(openmpi) $(limited) python -m tests.conformance --device accelerator --ranks $* --at-least 110
+	$(mpich) $(limited) python -m tests.conformance --device accelerator --ranks $* --at-least 110
 
 pytorch-files: .venv/.ready ## run test files of PyTorch's repository with mpicomm and Gloo: FILES="DIR/test_functional_api.py ..."
 	$(openmpi) $(limited) python -m tests.conformance.upstream_files $(FILES)

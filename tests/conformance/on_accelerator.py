@@ -46,21 +46,11 @@ _GPU_PER_RANK = {
 }
 """Tests that need one device for each rank, and the reasons."""
 
-_SYNC_BATCH_NORM = "torch has the kernels of SyncBatchNorm only for GPUs"
 _NCCL_VERSION = "torch's profiler reads the version of NCCL, which this torch lacks"
 _EXCLUDED_EMULATED = {
-    "test_DistributedDataParallel_SyncBatchNorm": _SYNC_BATCH_NORM,
-    "test_DistributedDataParallel_SyncBatchNorm_2D_Input": _SYNC_BATCH_NORM,
-    "test_DistributedDataParallel_SyncBatchNorm_Channels_Last": _SYNC_BATCH_NORM,
-    "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_Running_Value": _SYNC_BATCH_NORM,
-    "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_gradient": _SYNC_BATCH_NORM,
-    "test_DistributedDataParallel_SyncBatchNorm_No_Affine": _SYNC_BATCH_NORM,
-    "test_DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process": _SYNC_BATCH_NORM,
-    "test_DistributedDataParallel_SyncBatchNorm_half": _SYNC_BATCH_NORM,
     "test_ddp_logging_data_gpu": "torch measures the times of DDP only on CPUs and GPUs",
     "test_ddp_native_mixed_precision_ignored_params": "Module.to() makes new parameters on devices of extensions",
     "test_ddp_uneven_inputs": "takes minutes on a CPU: convolutions of images of 1000 x 1000",
-    "test_ddp_uneven_inputs_stop_iteration_sync_bn": _SYNC_BATCH_NORM,
     "test_send_recv_nccl_torch_profiler": _NCCL_VERSION,
 }
 """Tests that the emulated accelerator cannot run, and the reasons."""

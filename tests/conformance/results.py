@@ -116,9 +116,10 @@ class Results:
 
 def read_all() -> list[Results]:
     """Read the files of all MPIs and devices."""
-    return [_read(json.loads(path.read_text())) for path in sorted(DIRECTORY.glob("conformance-*.json"), reverse=True)]
+    return [read(path) for path in sorted(DIRECTORY.glob("conformance-*.json"), reverse=True)]
 
 
-def _read(raw: dict[str, Any]) -> Results:
+def read(path: Path) -> Results:
+    raw = json.loads(path.read_text())
     runs = {int(size): Run.from_json(run) for size, run in raw.pop("runs").items()}
     return Results(raw.pop("mpi"), raw.pop("device", "cpu"), raw, runs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.conformance import page, verdicts
+from tests.conformance import page, results, verdicts
 from tests.conformance.results import Results, Run
 from tests.conformance.verdicts import FAIL, PASS, SKIP, Verdict
 
@@ -50,11 +52,33 @@ RUN = Run(
 )
 
 
+ABOUT = {"date": "2026-01-01", "command": "a command", "cores": 2, "versions": {"Some MPI": "1.0"}}
+
+
 def test_the_page_has_every_test() -> None:
-    about = {"date": "2026-01-01", "command": "a command", "cores": 2, "versions": {"Some MPI": "1.0"}}
-    lines = page.text([Results("Some MPI", "cpu", about, {4: RUN})]).splitlines()
+    lines = page.text([Results("Some MPI", "cpu", ABOUT, {4: RUN})]).splitlines()
     assert "| Some MPI | 4 | **2 / 1 / 2** | 2 / 0 / 3 | 2 / 1 / 2 |  | 3 / 0 / 2 | 12 |" in lines
     assert "| `test_b` | Some MPI, 4 ranks | fail | pass | mpi: ValueError: no \\| such thing |" in lines
     assert "| `test_c` | skip | pass | Only MPI supports all_to_all |" in lines
     assert "| `test_e` | pass | skip |  |" in lines
     assert lines[-1] == "`test_d`"
+
+
+def test_the_page_has_the_tests_on_accelerators_apart() -> None:
+    on_device = Run({"nccl": {"test_a": PASSED, "test_b": BROKEN, "test_c": ONLY_MPI, "test_d": ONLY_MPI}}, {}, 3.0)
+    measured = [Results("Some MPI", "cpu", ABOUT, {4: RUN}), Results("Some MPI", "cuda", ABOUT, {2: on_device})]
+    before, _, section = page.text(measured).partition("## Tests of GPUs")
+    lines = section.partition("## Every test")[0].splitlines()
+    assert "cuda" not in before
+    assert "- 2026-01-01, one machine with 2 cores, a GPU: Some MPI 1.0. `a command`" in lines
+    assert "| cuda | Some MPI | 2 | **1 / 1 / 2** | 3 |" in lines
+    assert "| `test_b` | cuda, Some MPI, 2 ranks | nccl: ValueError: no \\| such thing |" in lines
+    assert "| Only MPI supports all_to_all | `test_c`, `test_d` |" in lines
+
+
+def test_a_results_file_names_the_device(tmp_path: Path) -> None:
+    measured = Results("Open MPI", "emulated", ABOUT, {4: RUN})
+    assert measured.path().name == "conformance-emulated-openmpi.json"
+    assert Results("Open MPI", "cpu", ABOUT, {}).path().name == "conformance-openmpi.json"
+    measured.write(tmp_path / "results.json")
+    assert results.read(tmp_path / "results.json") == measured
