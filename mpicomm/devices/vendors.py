@@ -64,10 +64,12 @@ class Vendor:
         """Return whether the current stream captures a graph instead of running its work."""
         return False
 
-    def own_stream(self, device: torch.device) -> torch.Stream:
+    def own_stream(self, device: torch.device, owner: object) -> torch.Stream:  # noqa: ARG002  for vendors, as CUDA
         """Return a stream on a device that no other part of the program uses, if the vendor has such streams.
 
-        The caller must keep the object: the stream may end with it.
+        Args:
+            device: The device.
+            owner: The object that keeps the stream: after its end another owner may receive it.
         """
         return torch.Stream(device)
 
@@ -115,13 +117,17 @@ class CUDA(Vendor):
             versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         return versions
 
-    def own_stream(self, device: torch.device) -> torch.Stream:
+    def own_stream(self, device: torch.device, owner: object) -> torch.Stream:
         """Return a CUDA stream that no other part of the program uses.
 
         torch allocates streams from a pool of 32 per GPU, so a program with many streams would share one with mpicomm.
         Therefore this calls cuStreamCreate (CUDA Driver API); if that fails, it takes a stream of torch's pool. Streams
         are used again, and never destroyed: torch's allocators record an event on each stream that has used a block of
         memory, when the block is freed, which can be at any later time.
+
+        Args:
+            device: The GPU.
+            owner: The object that keeps the stream. torch 2.11 does not clear weak references to streams.
         """
         ordinal = device.index or 0
         try:
@@ -130,9 +136,8 @@ class CUDA(Vendor):
             handle = _create_stream(ordinal)
         if handle is None:
             return torch.Stream(device)
-        stream = torch.cuda.ExternalStream(handle.value, device=device)
-        weakref.finalize(stream, _idle_streams[ordinal].append, handle).atexit = False
-        return stream
+        weakref.finalize(owner, _idle_streams[ordinal].append, handle).atexit = False
+        return torch.cuda.ExternalStream(handle.value, device=device)
 
     def allow_events_during_capture(self) -> None:
         """Let the calling thread query events of its device while another thread captures a graph.
@@ -166,7 +171,7 @@ class ROCm(CUDA):
         """Return an empty text: RCCL takes each partition of a GPU for a GPU of its own."""
         return ""
 
-    def own_stream(self, device: torch.device) -> torch.Stream:
+    def own_stream(self, device: torch.device, owner: object) -> torch.Stream:  # noqa: ARG002
         """Return a stream of torch's pool."""
         return torch.Stream(device)
 

@@ -105,30 +105,33 @@ def test_a_thread_begins_on_the_gpu_of_its_creator(cuda: SimpleNamespace) -> Non
     assert cuda.entered == [GPU]
 
 
+class Owner:
+    """Keeps a stream."""
+
+
 def test_the_stream_of_a_thread_is_its_own_as_long_as_the_thread_lasts(cuda: SimpleNamespace) -> None:
-    """The stream of an object that is dropped is used again."""
     cuda.is_started = True
     gpu = ThreadDevice()
     gpu.enter()
     gc.collect()
-    other = vendors.CUDA().own_stream(GPU)
+    vendors.CUDA().own_stream(GPU, Owner())
     assert cuda.driver.called.count("cuStreamCreate") == 2
-    del other
 
 
 def test_a_stream_is_not_one_of_torchs_pool(cuda: SimpleNamespace) -> None:
-    stream = vendors.CUDA().own_stream(GPU)
+    stream = vendors.CUDA().own_stream(GPU, Owner())
     assert (stream.handle, stream.device) == (CREATED, GPU)
     assert cuda.driver.called[-1] == "cuCtxPopCurrent_v2"
 
 
 def test_a_stream_is_used_again_and_never_destroyed(cuda: SimpleNamespace) -> None:
     """A tensor that has used it can be freed at any later time, and records an event on it then."""
-    stream = vendors.CUDA().own_stream(GPU)
-    del stream
+    owner = Owner()
+    vendors.CUDA().own_stream(GPU, owner)
+    del owner
     gc.collect()
-    assert vendors.CUDA().own_stream(GPU).handle == CREATED
-    assert vendors.CUDA().own_stream(torch.device("cuda", 0)).handle == CREATED
+    for device in (GPU, torch.device("cuda", 0)):
+        assert vendors.CUDA().own_stream(device, Owner()).handle == CREATED
     assert cuda.driver.called.count("cuStreamCreate") == 2  # one for each GPU
     assert "cuStreamDestroy_v2" not in cuda.driver.called
 
@@ -136,7 +139,7 @@ def test_a_stream_is_used_again_and_never_destroyed(cuda: SimpleNamespace) -> No
 @pytest.mark.parametrize("fails", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuStreamCreate"])
 def test_where_cuda_refuses_a_stream_torchs_pool_has_one(cuda: SimpleNamespace, fails: str) -> None:
     cuda.driver = Driver(fails)
-    assert vendors.CUDA().own_stream(GPU).handle is None
+    assert vendors.CUDA().own_stream(GPU, Owner()).handle is None
     assert cuda.driver.called.count("cuCtxPushCurrent_v2") >= cuda.driver.called.count("cuCtxPopCurrent_v2")
 
 
@@ -149,7 +152,7 @@ def test_a_mig_device_belongs_to_the_gpu_that_nccl_compares(cuda: SimpleNamespac
 
 def test_rocm_takes_torchs_streams(cuda: SimpleNamespace) -> None:
     vendors.ROCm().allow_events_during_capture()
-    assert vendors.ROCm().own_stream(GPU).handle is None
+    assert vendors.ROCm().own_stream(GPU, Owner()).handle is None
     assert cuda.driver.called == []
 
 

@@ -58,7 +58,7 @@ class DeviceMover(Mover):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         own_stream = vendors.vendor().own_stream
-        self._fetching, self._putting = own_stream(device), own_stream(device)
+        self._fetching, self._putting = own_stream(device, self), own_stream(device, self)
 
     def mark(self) -> torch.Event:
         """Return the current point of the current stream."""

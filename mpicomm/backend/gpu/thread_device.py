@@ -41,7 +41,7 @@ class ThreadDevice:
         with self._lock:
             if self.device is None:
                 device = accelerator.current_device()
-                self.stream = vendors.vendor().own_stream(device)
+                self.stream = vendors.vendor().own_stream(device, self)
                 self.device = device
 
     def enter(self) -> None:
