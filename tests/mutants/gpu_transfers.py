@@ -211,7 +211,28 @@ MUTANTS = [
         fault="A message whose copy has failed on the GPU is never completed, nor are those after it.",
         tests="tests/unit/test_posting_queue.py -k error_of_the_device",
     ),
+    Mutant(
+        "transport.has_reached",
+        old="not vendors.vendor().is_capturing() and event.query()",
+        new="event.query()",
+        fault="A message that waits for a GPU invalidates the CUDA graph that its caller captures.",
+        tests="tests/unit/test_posting_queue.py -k queries_no_event",
+    ),
+    Mutant(
+        "MessageWork._advance",
+        old="not waits and torch_internals.is_capturing(self.tensors[0])",
+        new="False",
+        fault="The copy of a received message becomes a part of the CUDA graph that its caller captures.",
+        tests="tests/unit/test_posting_queue.py -k completes_no_message",
+    ),
     # -- thread_device.py, vendors.py -----------------------------------------------------------------------
+    Mutant(
+        "CUDA.own_stream",
+        old="weakref.finalize(owner, _idle_streams[ordinal].append, handle).atexit = False",
+        new="pass",
+        fault="Each group that has ended leaves streams of the GPU that nothing uses.",
+        tests="tests/unit/test_gpus.py -k used_again",
+    ),
     Mutant(
         "ThreadDevice.enter",
         old="torch.accelerator.set_stream(self.stream)",

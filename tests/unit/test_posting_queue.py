@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from mpicomm.backend.execution.pending_messages import MessageWork
 from mpicomm.backend.execution.posting_queue import PostingQueue
+from mpicomm.devices import vendors
 
 
 class Event:
@@ -91,3 +95,43 @@ def test_an_error_of_the_device_is_that_of_the_message(waits: bool) -> None:
     assert posted == []
     assert message.error is event.error
     assert not queue.waiting
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
+    """The calling thread captures a CUDA graph, in which queries of events and copies are not permitted."""
+    state = Capture()
+    monkeypatch.setattr(vendors, "vendor", lambda: state)
+    return state
+
+
+class Capture:
+    is_running = True
+
+    def is_capturing(self) -> bool:
+        return self.is_running
+
+
+def test_a_thread_that_captures_a_graph_queries_no_event(capture: Capture) -> None:
+    queue, event, posted = PostingQueue(), Event(), []
+    event.error = AssertionError("the query invalidates the capture")
+    queue.add(event, lambda: posted.append(1), Message(queue))
+    queue.post_ready()
+    assert len(queue.waiting) == 1
+    event.error, capture.is_running = None, False
+    event.reach()
+    queue.post_ready()
+    assert posted == [1]
+
+
+def test_a_thread_that_captures_a_graph_completes_no_message(capture: Capture) -> None:
+    """The copy of a received message would become a part of the graph."""
+    copied: list[int] = []
+    request = mock.Mock(Test=lambda _status: True)
+    tensor = torch.empty(1, device="meta")
+    work = MessageWork([tensor], request, tensor, mock.Mock(), mock.Mock(), lambda _status: copied.append(1))
+    assert not work.is_completed()
+    assert copied == []
+    capture.is_running = False
+    assert work.is_completed()
+    assert copied == [1]

@@ -381,6 +381,8 @@ class MessageWork(BackendWork):
         Args:
             waits: Whether to wait for them.
         """
+        if not waits and torch_internals.is_capturing(self.tensors[0]):
+            return  # a copy would become a part of the graph, and a query of an event would invalidate it
         try:
             if not self._is_transferred:
                 request = self._request

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from mpicomm.backend.gpu import transport
 from mpicomm.backend.gpu.transport import DeviceEvent
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class _Entry(NamedTuple):
 
     def is_ready(self) -> bool:
         try:
-            return self.ready is None or self.ready.query()
+            return self.ready is None or transport.has_reached(self.ready)
         except Exception:  # noqa: BLE001  an error of the device, which `start` raises again
             return True
 

@@ -13,7 +13,7 @@ import torch
 from mpicomm.backend import checks
 from mpicomm.backend.transfer import buffers
 from mpicomm.backend.transfer.buffers import Tensors
-from mpicomm.devices import accelerator
+from mpicomm.devices import accelerator, vendors
 
 Call = Callable[[], None]
 Make = Callable[..., Call]
@@ -28,6 +28,14 @@ class DeviceEvent(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has reached this point."""
+
+
+def has_reached(event: DeviceEvent) -> bool:
+    """Return whether the device has reached an event.
+
+    False while the calling thread captures a graph: the query would invalidate the capture.
+    """
+    return not vendors.vendor().is_capturing() and event.query()
 
 
 Deliver = Callable[[], DeviceEvent | None]
