@@ -1,4 +1,4 @@
-"""The throughput of GPU tensors staged through the host: `mpirun -n 2 python -m benchmarks.gpu_throughput`.
+"""The throughput of GPU tensors over MPI: `mpirun -n 2 python -m benchmarks.gpu_throughput [MEBIBYTES ...]`.
 
 It measures all_reduce and broadcast of GPU tensors and of host tensors, and plain copies through pinned memory: with
 perfect overlap, staging takes as long as the slowest of these. Rank 0 writes
@@ -7,6 +7,7 @@ docs/results/gpu-staged-<ranks>-<MPI>.json, or gpu-direct-... if MPI is GPU-awar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,8 @@ def main() -> None:
         if world.device.type == "cpu":
             raise DeviceError("there is no GPU.\nRun this where there is one.")
         bench = timing.on_ranks_of(world, ROUNDS, device=world.device.type, seconds=SECONDS)
-        found = {f"{size} MiB": _measure(size, world.device, bench) for size in MEBIBYTES}
+        sizes = [int(word) for word in sys.argv[1:]] or MEBIBYTES
+        found = {f"{size} MiB": _measure(size, world.device, bench) for size in sizes}
         if world.rank == 0:
             group: Any = dist.group.WORLD
             is_direct = isinstance(group._executor.transport, GPUDirect)
