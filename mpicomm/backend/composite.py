@@ -79,7 +79,9 @@ class CompositeProcessGroup(MPIProcessGroup):
                 f"got {members}.\nPass {sorted(members)}."
             )
         timeout = torch_internals.with_extra_timeout(datetime.timedelta(seconds=seconds))
-        return self._inner.split_group(members, timeout=timeout, opts=opts, group_name=name)  # type: ignore[arg-type]
+        parent = self._inner._get_backend(torch.device(self._device_type))
+        options = torch_internals.copy_of_options(opts or getattr(parent, "options", None), timeout)
+        return self._inner.split_group(members, timeout=timeout, opts=options, group_name=name)  # type: ignore[arg-type]
 
     def _make_part(
         self, executor: Executor, name: str, store: dist.Store, inner: dist.ProcessGroup | None

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,13 +52,18 @@ Program = Callable[[dist.ProcessGroup, Tensors], Any]
 
 
 @pytest.fixture(scope="module")
-def pair(device: torch.device) -> Iterator[list[dist.ProcessGroup]]:
-    """Return a group of torch and one of mpicomm, each with a recording backend for the tensors of the device."""
+def backend_name(device: torch.device) -> str:
+    """Return the name of the backend over MPI with a recording backend for the tensors of the device."""
     if device.type == "cpu":
         pytest.skip("needs a GPU")
     recording.register(device.type)
-    names = [recording.NAME, registration.register_beside(f"{device.type}:{recording.NAME}")]
-    groups = [dist.new_group(backend=name) for name in names]
+    return registration.register_beside(f"{device.type}:{recording.NAME}")
+
+
+@pytest.fixture(scope="module")
+def pair(backend_name: str) -> Iterator[list[dist.ProcessGroup]]:
+    """Return a group of torch and one of mpicomm, each with a recording backend for the tensors of the device."""
+    groups = [dist.new_group(backend=name) for name in (recording.NAME, backend_name)]
     yield groups
     for group in groups:
         dist.destroy_process_group(group)
@@ -278,13 +284,16 @@ def test_a_batch_on_two_devices(group: dist.ProcessGroup, device: torch.device) 
         assert methods_of(group) == ["start_coalescing", *order, "end_coalescing"]
 
 
-def test_the_names_the_timeout_and_the_options(world: mpicomm.World, device: torch.device) -> None:
-    chosen = object()
-    backend_name = registration.register_beside(f"{device.type}:{recording.NAME}")
-    group = dist.new_group(timeout=datetime.timedelta(seconds=40), backend=backend_name, pg_options=chosen)
+def test_the_names_the_timeout_and_the_options(world: mpicomm.World, device: torch.device, backend_name: str) -> None:
+    chosen = recording.new_options()
+    chosen._timeout = datetime.timedelta(seconds=40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        group = dist.new_group(timeout=datetime.timedelta(seconds=40), backend=backend_name, pg_options=chosen)
     backend = backend_of(group)
-    assert backend.options is chosen
-    assert backend.timeout == datetime.timedelta(seconds=40 + EXTRA_SECONDS)
+    assert fields_of(chosen) == (datetime.timedelta(seconds=40), "", [])
+    assert backend.options is not chosen
+    assert backend.options._timeout == backend.timeout == datetime.timedelta(seconds=40 + EXTRA_SECONDS)
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=50), group)
     assert backend.timeout == datetime.timedelta(seconds=50 + EXTRA_SECONDS)
     for get_backend in (
@@ -295,6 +304,29 @@ def test_the_names_the_timeout_and_the_options(world: mpicomm.World, device: tor
     assert [dist.get_backend(group), world.backend] == [backend_name, "mpi"]
     dist.destroy_process_group(group)
     assert [call.method for call in backend.calls] == ["set_timeout", "shutdown"]
+
+
+def fields_of(options: Any) -> tuple[Any, ...]:
+    return options._timeout, options.group_name, list(options.global_ranks_in_group)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("has_options", [False, True])
+@pytest.mark.skipif(not torch_internals.CAN_SPLIT, reason="torch 2.8 splits NCCL groups only")
+def test_a_split_leaves_the_options_of_its_parent_and_of_the_user(group: dist.ProcessGroup, has_options: bool) -> None:
+    opts = recording.new_options() if has_options else None
+    shared = [backend_of(group).options, *([opts] if opts else [])]
+    before = [fields_of(options) for options in shared]
+    for ranks, name in (([1], "second rank"), ([0, 1], "two ranks")):  # NCCL would look up rank 1 among one rank
+        part = group.split_group(ranks, datetime.timedelta(seconds=7), opts, group_name=f"{name} {has_options}")
+        assert [fields_of(options) for options in shared] == before
+        if part is not None:
+            assert fields_of(backend_of(part).options) == (
+                datetime.timedelta(seconds=7 + EXTRA_SECONDS),
+                part.group_name,
+                ranks,
+            )
+            part.shutdown()
 
 
 @pytest.mark.skipif(not torch_internals.CAN_SPLIT, reason="torch 2.8 splits NCCL groups only")
@@ -308,8 +340,8 @@ def test_a_group_is_split_by_the_vendors_backend(group: dist.ProcessGroup, devic
         part.shutdown()
 
 
-def test_an_aborted_group_aborts_it(device: torch.device, world: mpicomm.World) -> None:
-    group = dist.new_group(backend=registration.register_beside(f"{device.type}:{recording.NAME}"))
+def test_an_aborted_group_aborts_it(backend_name: str) -> None:
+    group = dist.new_group(backend=backend_name)
     group.abort()
     assert methods_of(group) == ["abort"]
     dist.destroy_process_group(group)

@@ -14,6 +14,7 @@ import datetime
 import functools
 import importlib.util
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,12 @@ class Recording:
         self._thread.shutdown()
         self._host.shutdown()
 
-    def split(
-        self, store: dist.Store, ranks: Sequence[int], name: str, timeout: datetime.timedelta
-    ) -> dist.distributed_c10d.Backend | None:
-        self._note("split", tuple(ranks), name, timeout)
+    def split(self, store: dist.Store, ranks: Sequence[int], options: Any) -> dist.distributed_c10d.Backend | None:
+        self._note("split", tuple(ranks), options.group_name, options._timeout)
         if self.rank not in ranks:
             return None
-        return make(dist.PrefixStore(name, store), ranks.index(self.rank), len(ranks), timeout, self.options)
+        own_store = dist.PrefixStore(options.group_name, store)
+        return make(own_store, ranks.index(self.rank), len(ranks), options._timeout, options)
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
@@ -348,17 +348,27 @@ def _extension() -> Any:
     return module
 
 
+def new_options() -> Any:
+    """Return options of the backend, to be passed as `pg_options`."""
+    return _extension().Options()
+
+
 def make(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, options: Any) -> Any:
     """Return a `Backend`, and append the object that records its calls to `backends`."""
     recording = Recording(store, rank, size, timeout, options)
     backends.append(recording)
-    return _extension().make_backend(recording, rank, size)
+    return _extension().RecordingBackend(recording, rank, size, options)
 
 
 def register(device_type: str) -> None:
     """Register the backend with torch for a type of devices; further calls do nothing."""
 
-    def create(opts: Any, options: Any) -> Any:
+    def create(opts: Any, given: Any) -> Any:
+        options = given or new_options()
+        if given and options._timeout != opts.timeout:
+            warnings.warn("backend_options._timeout was specified", stacklevel=2)  # as torch for NCCL
+        options._timeout, options.group_name = opts.timeout, opts.group_id
+        options.global_ranks_in_group = list(opts.global_ranks_in_group) or list(range(opts.group_size))
         return make(opts.store, opts.group_rank, opts.group_size, opts.timeout, options)
 
     if not hasattr(dist.Backend, NAME.upper()):
