@@ -22,6 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 import mpicomm
 from mpicomm import torch_compatibility, torch_internals
 from mpicomm.backend import registration
+from mpicomm.devices import vendors
+from mpicomm.recorder import flight_recorder, stream_queue
+from tests import accelerator
 from tests.accelerator import recording
 
 EXTRA_SECONDS = 30
@@ -150,8 +153,8 @@ def coalesced(group: dist.ProcessGroup, tensors: Tensors) -> None:
         for tensor in tensors.others:
             dist.all_reduce(tensor, group=group)
     with dist.distributed_c10d._coalescing_manager(group, tensors.single.device, async_ops=True) as joint:
-        dist.broadcast(tensors.single, group=group, group_src=0)
-        dist.reduce_scatter(tensors.single, tensors.blocks, group=group)
+        dist.broadcast(tensors.single, group=group, group_src=0, async_op=True)
+        dist.reduce_scatter(tensors.single, tensors.blocks, group=group, async_op=True)
     joint.wait()
 
 
@@ -246,6 +249,68 @@ def test_fsdp_calls_it_as_torchs_own_group(pair: list[dist.ProcessGroup], device
     assert calls[0] == calls[1]
     assert {"_allgather_base", "_reduce_scatter_base"} <= {method for method, _options in calls[1]}
     assert all(map(torch.equal, *gradients))
+
+
+def one_call(group: dist.ProcessGroup, tensors: Tensors) -> list[dist.Work]:
+    dist.all_reduce(tensors.single, group=group)
+    return []
+
+
+def one_asynchronous_call(group: dist.ProcessGroup, tensors: Tensors) -> list[dist.Work]:
+    return [dist.all_reduce(tensors.single, group=group, async_op=True)]
+
+
+def a_batch(group: dist.ProcessGroup, tensors: Tensors) -> list[dist.Work]:
+    with dist.distributed_c10d._coalescing_manager(group, tensors.single.device):
+        dist.all_reduce(tensors.single, group=group)
+        dist.broadcast(tensors.flat, group=group, group_src=0)
+    return []
+
+
+def an_asynchronous_batch(group: dist.ProcessGroup, tensors: Tensors) -> list[dist.Work]:
+    with dist.distributed_c10d._coalescing_manager(group, tensors.single.device, async_ops=True) as joint:
+        dist.all_reduce(tensors.single, group=group, async_op=True)
+        dist.broadcast(tensors.flat, group=group, group_src=0, async_op=True)
+    return joint.works
+
+
+def a_batch_of_messages(group: dist.ProcessGroup, tensors: Tensors) -> list[dist.Work]:
+    after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+    sent = dist.P2POp(dist.isend, tensors.single, group=group, group_peer=after)
+    received = dist.P2POp(dist.irecv, tensors.blocks[0], group=group, group_peer=before)
+    return dist.batch_isend_irecv([sent, received])
+
+
+CALLS = (one_call, one_asynchronous_call, a_batch, an_asynchronous_batch, a_batch_of_messages)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("is_capturing", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_operation_is_recorded_until_the_device_has_run_it(
+    group: dist.ProcessGroup, device: torch.device, call: Any, is_capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the vendor's backend returns no work for it. A captured operation has ended: it runs later, or never."""
+    if device.type != accelerator.NAME:
+        pytest.skip("the host cannot block a stream of a real GPU")
+    tensors = Tensors.make(group.rank(), group.size(), device)
+    torch.accelerator.synchronize()
+    number = flight_recorder.last().number
+    with backend_of(group).paused():
+        monkeypatch.setattr(vendors.Vendor, "is_capturing", lambda _vendor: is_capturing)
+        works = call(group, tensors)
+        monkeypatch.undo()
+        stream_queue.refresh_all()
+        operations = [operation for operation in flight_recorder.recorded() if operation.number > number]
+        assert [operation.end is not None for operation in operations] == [is_capturing] * len(operations)
+        assert [operation in flight_recorder.running() for operation in operations[:1]] == [not is_capturing]
+    for work in works:
+        work.wait()
+    torch.accelerator.synchronize()
+    stream_queue.refresh_all()
+    assert all(operation.end is not None for operation in operations)
+    if not is_capturing:
+        assert all(operation.is_message or operation.sequence for operation in operations)
 
 
 def test_modes_see_the_operation_once(group: dist.ProcessGroup, device: torch.device) -> None:
