@@ -38,7 +38,7 @@ __all__ = [  # of torch
 
 # Checked before use: a torch without one of these raises an error that names it, also in a group's constructor.
 torch_compatibility.require(
-    "_C._distributed_c10d.Backend",
+    "_C._distributed_c10d.Backend.Options",
     *(f"_C._distributed_c10d.{name}" for name in __all__),
     "_C._autograd._record_function_with_args_enter",
     "_C._autograd._record_function_with_args_exit",
@@ -557,6 +557,23 @@ def with_extra_timeout(timeout: datetime.timedelta) -> datetime.timedelta:
     return timeout + _VENDOR_EXTRA_TIMEOUT
 
 
+def copy_of_options(options: Any, timeout: datetime.timedelta) -> Any:
+    """Return a copy of a backend's options with another timeout, for a new group.
+
+    torch and NCCL write the timeout, the name, the ranks and the parent of a group into the object that they receive:
+    it must not be that of the user or, before torch 2.15, of the group that is split. Objects that are not options of
+    torch are returned as they are, and so are options that torch cannot copy, such as those of Gloo.
+    """
+    if not isinstance(options, Backend.Options):
+        return options
+    try:
+        copied = copy.deepcopy(options)
+    except TypeError:
+        return options
+    copied._timeout = timeout
+    return copied
+
+
 def make_inner_group(
     backend: str, request: Any, rank: int, size: int, timeout: datetime.timedelta, backend_options: Any
 ) -> dist.ProcessGroup:
@@ -581,8 +598,9 @@ def make_inner_group(
             f"this torch was built without {title}.\nUse backend='mpi', or install a build of torch with {title}."
         )
     module, name, ranks = dist.distributed_c10d, request.group_id, list(request.global_ranks_in_group)
+    options = copy_of_options(backend_options, timeout)
     group, _ = module._new_process_group_helper(
-        size, rank, ranks, backend, request.store, name, backend_options=backend_options, timeout=timeout
+        size, rank, ranks, backend, request.store, name, backend_options=options, timeout=timeout
     )
     world = module._world
     for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ import torch.distributed as dist
 from mpicomm import torch_compatibility, torch_internals
 from mpicomm.backend import dispatcher
 from mpicomm.backend.execution.executor import Executor
+from mpicomm.backend.gpu.thread_device import prepare_thread_for_events
 from mpicomm.backend.operations import TABLE
 from mpicomm.backend.process_group import MPIProcessGroup
-from mpicomm.devices import accelerator
+from mpicomm.devices import accelerator, vendors
+from mpicomm.recorder.flight_recorder import Operation
 from mpicomm.recorder.stream_queue import StreamQueue
 
 
@@ -41,7 +43,8 @@ class CompositeProcessGroup(MPIProcessGroup):
         super().__init__(executor, name, backend_name, store)
         self._device_type = device_type
         self._inner = inner
-        self._stream = StreamQueue(executor.record)
+        self._stream = StreamQueue(executor.record, prepare_thread_for_events)
+        self._batched: list[Operation] | None = None  # in an open batch of the vendor's backend
         # C++ code, such as that of symmetric memory, takes the vendor's backend from the group that the user has.
         torch_internals.share_backend(inner, self, torch.device(device_type))
 
@@ -79,7 +82,9 @@ class CompositeProcessGroup(MPIProcessGroup):
                 f"got {members}.\nPass {sorted(members)}."
             )
         timeout = torch_internals.with_extra_timeout(datetime.timedelta(seconds=seconds))
-        return self._inner.split_group(members, timeout=timeout, opts=opts, group_name=name)  # type: ignore[arg-type]
+        parent = self._inner._get_backend(torch.device(self._device_type))
+        options = torch_internals.copy_of_options(opts or getattr(parent, "options", None), timeout)
+        return self._inner.split_group(members, timeout=timeout, opts=options, group_name=name)  # type: ignore[arg-type]
 
     def _make_part(
         self, executor: Executor, name: str, store: dist.Store, inner: dist.ProcessGroup | None
@@ -122,11 +127,13 @@ class CompositeProcessGroup(MPIProcessGroup):
         super().start_coalescing(device)
         if self._coalesces(device):
             self._inner._start_coalescing(device)
+            self._batched = []
 
     def end_coalescing(self, device: torch.device) -> dist.Work:
         """Return one work for all operations since `start_coalescing`, of both groups."""
-        if self._coalesces(device) and (work := self._inner._end_coalescing(device)) is not None:
-            self._executor.batch.add(work)  # an empty batch has no work
+        if self._batched is not None:
+            operations, self._batched = self._batched, None
+            self._record_until_run(operations, self._inner._end_coalescing(device))
         return super().end_coalescing(device)
 
     def _coalesces(self, device: torch.device) -> bool:
@@ -135,19 +142,46 @@ class CompositeProcessGroup(MPIProcessGroup):
     def _run_inside(self, name: str, tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of torch's group, and record the operation."""
         operation = self._stream.note(name, tensor.dtype, tensor.numel(), name in _MESSAGES)
-        work = None
+        self._stream.device = tensor.device
         try:
             work = getattr(self._inner, torch_internals.name_in_this_torch(name))(*args, **kwargs)
-        finally:
-            # Without a work, the operation is part of a coalesced batch, whose work ends it, or it has failed. A
-            # captured operation runs later, and its work must not be queried during the capture.
-            if work is None or torch_internals.is_capturing(tensor):
-                operation.finish()
-            else:
-                self._stream.started(operation, work)
+        except BaseException:
+            operation.finish()
+            raise
+        if self._batched is None:
+            self._record_until_run([operation], work)
+        else:  # a work, if any, is complete at once: that of the batch ends the operation
+            self._batched.append(operation)
+        return work
+
+    def _record_until_run(self, operations: Sequence[Operation], work: dist.Work | None) -> None:
+        """Record operations until the device has run them, and add their work, if any, to the open batch."""
         if work is not None:
             self._executor.batch.add(work)
-        return work
+        if not operations:
+            return
+        has_ended = self._poll_of(work)
+        for operation in operations:
+            if has_ended is None:
+                operation.finish()
+            else:
+                self._stream.started(operation, has_ended)
+
+    def _poll_of(self, work: dist.Work | None) -> Callable[[], bool] | None:
+        """Return a function that returns whether the device has run the last operation; None if there is none to poll.
+
+        Args:
+            work: The work of the operation. NCCL and XCCL return none if the operation is synchronous: then it runs in
+                the order of the current stream, so that the next event in the stream ends it.
+        """
+        device = self._stream.device
+        if device.type != "cpu" and vendors.vendor().is_capturing():
+            return None  # it runs later, and a query of its work or an event would end the capture
+        if work is not None:
+            return work.is_completed
+        if device.type == "cpu":
+            return None
+        return accelerator.end_of_work(device).query
 
 
 _MESSAGES = ("send", "recv", "recv_anysource")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from mpicomm.recorder import flight_recorder
 from mpicomm.recorder.flight_recorder import Group, Operation
 
-_HELD_WORKS = 16  # the most works that a queue keeps and polls: each may keep its tensors alive
+_HELD_ENDS = 16  # the most operations that a queue polls: the work of each may keep its tensors alive
 _queues: list[StreamQueue] = []
 
 
@@ -17,27 +18,41 @@ class StreamQueue:
     """The operations that an inner backend queues on a GPU's stream, where they run one after the other.
 
     Only the oldest pending operation runs, so the time in which the others are queued does not count towards their
-    timeouts. The queue keeps and polls a few of the pending works, not all: a work may keep its tensors alive.
+    timeouts. The queue polls a few of the pending operations, not all: their works may keep tensors alive.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, prepare_thread: Callable[[Any], None]) -> None:
+        """Create the queue.
+
+        Args:
+            prepare_thread: Called with the GPU on a thread before it polls: by default, a query would end the capture
+                of a graph in another thread, and the release of an event would create a context on the first GPU.
+        """
+        self.device: Any = None
+        """The GPU of the last operation; None before the first one."""
+
         self._group = group
+        self._prepare_thread = prepare_thread
         self._lock = threading.Lock()
         self._open: collections.deque[Operation] = collections.deque()
-        self._held: list[tuple[Operation, Any]] = []
+        self._held: list[tuple[Operation, Callable[[], bool]]] = []
         _queues.append(self)
 
     def note(self, name: str, dtype: Any, count: int, is_message: bool) -> Operation:
         """Record the call of an operation."""
         return flight_recorder.note(self._group, name, dtype, count, None, is_message, is_running=False)
 
-    def started(self, operation: Operation, work: Any) -> None:
-        """Record that the inner backend has queued an operation."""
+    def started(self, operation: Operation, has_ended: Callable[[], bool]) -> None:
+        """Record that the inner backend has queued an operation.
+
+        Args:
+            has_ended: Returns whether the GPU has run it.
+        """
         with self._lock:
             operation.take_number()
             self._open.append(operation)
-            self._held.append((operation, work))
-            if len(self._held) > _HELD_WORKS:
+            self._held.append((operation, has_ended))
+            if len(self._held) > _HELD_ENDS:
                 self._held = [self._held[0], *self._held[1:-1:2], self._held[-1]]
             if len(self._open) > flight_recorder.RING:
                 self._open.popleft().finish()
@@ -46,8 +61,12 @@ class StreamQueue:
     def refresh(self) -> None:
         """Record which operations have completed; called on the watchdog's thread."""
         with self._lock:
-            last_over = max((operation.number for operation, work in self._held if _is_over(work)), default=-1)
-            self._held = [(operation, work) for operation, work in self._held if operation.number > last_over]
+            if not self._held:
+                return
+            self._prepare_thread(self.device)
+            over = [operation.number for operation, has_ended in self._held if _is_over(has_ended)]
+            last_over = max(over, default=-1)
+            self._held = [held for held in self._held if held[0].number > last_over]
             while self._open and self._open[0].number <= last_over:
                 self._open.popleft().finish()
             self._begin_oldest()
@@ -57,7 +76,7 @@ class StreamQueue:
             self._open[0].begin()
 
     def close(self) -> None:
-        """Release all operations and works, when the group is destroyed."""
+        """Release all operations, when the group is destroyed."""
         with self._lock:
             for operation in self._open:
                 operation.finish()
@@ -67,9 +86,9 @@ class StreamQueue:
             _queues.remove(self)
 
 
-def _is_over(work: Any) -> bool:
+def _is_over(has_ended: Callable[[], bool]) -> bool:
     try:
-        return work.is_completed()
+        return has_ended()
     except Exception:  # noqa: BLE001  a failed operation has ended; waiting for it raises the error
         return True
 

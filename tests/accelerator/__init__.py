@@ -9,6 +9,8 @@ files are compiled at the first use. `EMULATED_DEVICES` (2) and `EMULATED_MEMORY
 from __future__ import annotations
 
 import atexit
+import functools
+from collections.abc import Callable
 
 import torch
 
@@ -63,6 +65,11 @@ def configure(seed: int = 0, *, copy_rate: float = 0.0, copy_seconds: float = 0.
         kernel_seconds: The duration of each other operation.
     """
     torch.ops.emulated.configure(seed, copy_rate, copy_seconds, kernel_seconds)
+
+
+def block_stream() -> Callable[[], None]:
+    """Block the current stream, as an operation that waits for another process does, until the result is called."""
+    return functools.partial(torch.ops.emulated.open_gate, torch.ops.emulated.close_gate())
 
 
 def set_memory_limit(device: int, size_bytes: int) -> None:

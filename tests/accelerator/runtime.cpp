@@ -161,6 +161,8 @@ TORCH_LIBRARY(emulated, m) {
   m.def("configure", [](int64_t seed, double copy_rate, double copy_seconds, double kernel_seconds) {
     scheduler().configure(seed, {copy_rate, copy_seconds, kernel_seconds});
   });
+  m.def("close_gate", [] { return scheduler().close_gate(current_stream(this_device)); });
+  m.def("open_gate", [](int64_t number) { scheduler().open_gate(number); });
   m.def("take_log", [] { return scheduler().take_log(); });
   m.def("stop", [] { scheduler().stop(); });
   m.def("is_forked", [] { return scheduler().is_forked(); });

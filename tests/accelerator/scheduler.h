@@ -98,6 +98,22 @@ class Scheduler {
     return completion;
   }
 
+  // Blocks a stream until the host opens the gate, like a kernel that waits for another process.
+  int64_t close_gate(StreamKey key) {
+    const auto gate = std::make_shared<Completion>();
+    enqueue(key, {"gate", {}, 0, gate});
+    std::lock_guard lock(mutex_);
+    gates_[++last_gate_] = gate;
+    return last_gate_;
+  }
+
+  void open_gate(int64_t number) {
+    std::lock_guard lock(mutex_);
+    gates_.at(number)->is_done = true;
+    gates_.erase(number);
+    work_.notify_all();
+  }
+
   CompletionPtr last(StreamKey key) {  // null if the stream is empty
     std::lock_guard lock(mutex_);
     const auto& stream = streams_[key];
@@ -261,6 +277,8 @@ class Scheduler {
   std::condition_variable work_, progress_;
   std::map<StreamKey, std::deque<Operation>> streams_;
   std::list<CompletionPtr> awaited_;  // by host threads
+  std::map<int64_t, CompletionPtr> gates_;  // closed ones
+  int64_t last_gate_ = 0;
   size_t steps_ = 0;                  // that host threads allow
   std::map<int, std::string> errors_;
   std::vector<std::string> log_;

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 import mpicomm
 from mpicomm import torch_compatibility, torch_internals
 from mpicomm.backend import registration
+from mpicomm.devices import vendors
+from mpicomm.recorder import flight_recorder, stream_queue
+from tests import accelerator
 from tests.accelerator import recording
 
 EXTRA_SECONDS = 30
@@ -51,18 +55,18 @@ Program = Callable[[dist.ProcessGroup, Tensors], Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def recorded(device: torch.device) -> None:
-    """Give the device of this rank a recording backend."""
+def backend_name(device: torch.device) -> str:
+    """Return the name of the backend over MPI with a recording backend for the tensors of the device."""
     if device.type == "cpu":
         pytest.skip("needs a GPU")
     recording.register(device.type)
+    return registration.register_beside(f"{device.type}:{recording.NAME}")
 
 
 @pytest.fixture(scope="module")
-def pair(device: torch.device) -> Iterator[list[dist.ProcessGroup]]:
+def pair(backend_name: str) -> Iterator[list[dist.ProcessGroup]]:
     """Return a group of torch and one of mpicomm, each with a recording backend for the tensors of the device."""
-    names = [recording.NAME, registration.register_beside(f"{device.type}:{recording.NAME}")]
-    groups = [dist.new_group(backend=name) for name in names]
+    groups = [dist.new_group(backend=name) for name in (recording.NAME, backend_name)]
     yield groups
     for group in groups:
         dist.destroy_process_group(group)
@@ -149,8 +153,8 @@ def coalesced(group: dist.ProcessGroup, tensors: Tensors) -> None:
         for tensor in tensors.others:
             dist.all_reduce(tensor, group=group)
     with dist.distributed_c10d._coalescing_manager(group, tensors.single.device, async_ops=True) as joint:
-        dist.broadcast(tensors.single, group=group, group_src=0)
-        dist.reduce_scatter(tensors.single, tensors.blocks, group=group)
+        dist.broadcast(tensors.single, group=group, group_src=0, async_op=True)
+        dist.reduce_scatter(tensors.single, tensors.blocks, group=group, async_op=True)
     joint.wait()
 
 
@@ -247,6 +251,68 @@ def test_fsdp_calls_it_as_torchs_own_group(pair: list[dist.ProcessGroup], device
     assert all(map(torch.equal, *gradients))
 
 
+def one_call(group: dist.ProcessGroup, tensors: Tensors) -> list[dist.Work]:
+    dist.all_reduce(tensors.single, group=group)
+    return []
+
+
+def one_asynchronous_call(group: dist.ProcessGroup, tensors: Tensors) -> list[dist.Work]:
+    return [dist.all_reduce(tensors.single, group=group, async_op=True)]
+
+
+def a_batch(group: dist.ProcessGroup, tensors: Tensors) -> list[dist.Work]:
+    with dist.distributed_c10d._coalescing_manager(group, tensors.single.device):
+        dist.all_reduce(tensors.single, group=group)
+        dist.broadcast(tensors.flat, group=group, group_src=0)
+    return []
+
+
+def an_asynchronous_batch(group: dist.ProcessGroup, tensors: Tensors) -> list[dist.Work]:
+    with dist.distributed_c10d._coalescing_manager(group, tensors.single.device, async_ops=True) as joint:
+        dist.all_reduce(tensors.single, group=group, async_op=True)
+        dist.broadcast(tensors.flat, group=group, group_src=0, async_op=True)
+    return joint.works
+
+
+def a_batch_of_messages(group: dist.ProcessGroup, tensors: Tensors) -> list[dist.Work]:
+    after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+    sent = dist.P2POp(dist.isend, tensors.single, group=group, group_peer=after)
+    received = dist.P2POp(dist.irecv, tensors.blocks[0], group=group, group_peer=before)
+    return dist.batch_isend_irecv([sent, received])
+
+
+CALLS = (one_call, one_asynchronous_call, a_batch, an_asynchronous_batch, a_batch_of_messages)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("is_capturing", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_operation_is_recorded_until_the_device_has_run_it(
+    group: dist.ProcessGroup, device: torch.device, call: Any, is_capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the vendor's backend returns no work for it. A captured operation has ended: it runs later, or never."""
+    if device.type != accelerator.NAME:
+        pytest.skip("the host cannot block a stream of a real GPU")
+    tensors = Tensors.make(group.rank(), group.size(), device)
+    torch.accelerator.synchronize()
+    number = flight_recorder.last().number
+    with backend_of(group).paused():
+        monkeypatch.setattr(vendors.Vendor, "is_capturing", lambda _vendor: is_capturing)
+        works = call(group, tensors)
+        monkeypatch.undo()
+        stream_queue.refresh_all()
+        operations = [operation for operation in flight_recorder.recorded() if operation.number > number]
+        assert [operation.end is not None for operation in operations] == [is_capturing] * len(operations)
+        assert [operation in flight_recorder.running() for operation in operations[:1]] == [not is_capturing]
+    for work in works:
+        work.wait()
+    torch.accelerator.synchronize()
+    stream_queue.refresh_all()
+    assert all(operation.end is not None for operation in operations)
+    if not is_capturing:
+        assert all(operation.is_message or operation.sequence for operation in operations)
+
+
 def test_modes_see_the_operation_once(group: dist.ProcessGroup, device: torch.device) -> None:
     with CommDebugMode() as mode:
         dist.all_reduce(torch.ones(2, device=device), group=group)
@@ -281,13 +347,16 @@ def test_a_batch_on_two_devices(group: dist.ProcessGroup, device: torch.device) 
         assert methods_of(group) == ["start_coalescing", *order, "end_coalescing"]
 
 
-def test_the_names_the_timeout_and_the_options(world: mpicomm.World, device: torch.device) -> None:
-    chosen = object()
-    backend_name = registration.register_beside(f"{device.type}:{recording.NAME}")
-    group = dist.new_group(timeout=datetime.timedelta(seconds=40), backend=backend_name, pg_options=chosen)
+def test_the_names_the_timeout_and_the_options(world: mpicomm.World, device: torch.device, backend_name: str) -> None:
+    chosen = recording.new_options()
+    chosen._timeout = datetime.timedelta(seconds=40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        group = dist.new_group(timeout=datetime.timedelta(seconds=40), backend=backend_name, pg_options=chosen)
     backend = backend_of(group)
-    assert backend.options is chosen
-    assert backend.timeout == datetime.timedelta(seconds=40 + EXTRA_SECONDS)
+    assert fields_of(chosen) == (datetime.timedelta(seconds=40), "", [])
+    assert backend.options is not chosen
+    assert backend.options._timeout == backend.timeout == datetime.timedelta(seconds=40 + EXTRA_SECONDS)
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=50), group)
     assert backend.timeout == datetime.timedelta(seconds=50 + EXTRA_SECONDS)
     for get_backend in (
@@ -298,6 +367,29 @@ def test_the_names_the_timeout_and_the_options(world: mpicomm.World, device: tor
     assert [dist.get_backend(group), world.backend] == [backend_name, "mpi"]
     dist.destroy_process_group(group)
     assert [call.method for call in backend.calls] == ["set_timeout", "shutdown"]
+
+
+def fields_of(options: Any) -> tuple[Any, ...]:
+    return options._timeout, options.group_name, list(options.global_ranks_in_group)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("has_options", [False, True])
+@pytest.mark.skipif(not torch_internals.CAN_SPLIT, reason="torch 2.8 splits NCCL groups only")
+def test_a_split_leaves_the_options_of_its_parent_and_of_the_user(group: dist.ProcessGroup, has_options: bool) -> None:
+    opts = recording.new_options() if has_options else None
+    shared = [backend_of(group).options, *([opts] if opts else [])]
+    before = [fields_of(options) for options in shared]
+    for ranks, name in (([1], "second rank"), ([0, 1], "two ranks")):  # NCCL would look up rank 1 among one rank
+        part = group.split_group(ranks, datetime.timedelta(seconds=7), opts, group_name=f"{name} {has_options}")
+        assert [fields_of(options) for options in shared] == before
+        if part is not None:
+            assert fields_of(backend_of(part).options) == (
+                datetime.timedelta(seconds=7 + EXTRA_SECONDS),
+                part.group_name,
+                ranks,
+            )
+            part.shutdown()
 
 
 @pytest.mark.skipif(not torch_internals.CAN_SPLIT, reason="torch 2.8 splits NCCL groups only")
@@ -311,8 +403,8 @@ def test_a_group_is_split_by_the_vendors_backend(group: dist.ProcessGroup, devic
         part.shutdown()
 
 
-def test_an_aborted_group_aborts_it(device: torch.device, world: mpicomm.World) -> None:
-    group = dist.new_group(backend=registration.register_beside(f"{device.type}:{recording.NAME}"))
+def test_an_aborted_group_aborts_it(backend_name: str) -> None:
+    group = dist.new_group(backend=backend_name)
     group.abort()
     assert methods_of(group) == ["abort"]
     dist.destroy_process_group(group)

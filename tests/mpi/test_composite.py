@@ -176,6 +176,11 @@ def test_a_part_of_it_has_an_inner_group_of_its_own(world: mpicomm.World, routed
         part.shutdown()
 
 
+def test_options_that_torch_cannot_copy() -> None:
+    options = dist.ProcessGroupGloo._Options()
+    assert isinstance(torch_internals.copy_of_options(options, datetime.timedelta(seconds=9)), type(options))
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.skipif(torch_compatibility.torch_version() >= (2, 14), reason="torch keeps the order of the ranks")
 def test_both_groups_have_the_same_order(routed: tuple) -> None:

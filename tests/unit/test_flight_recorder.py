@@ -413,18 +413,22 @@ class Work:
         return self.is_over
 
 
+def stream_of(group: flight_recorder.Group) -> StreamQueue:
+    return StreamQueue(group, lambda _device: None)
+
+
 def start(stream: StreamQueue, works: list[Work], number: int) -> list[Operation]:
     operations = []
     for _ in range(number):
         operation = stream.note("all_reduce", None, 1, False)
         works.append(Work())
-        stream.started(operation, works[-1])
+        stream.started(operation, works[-1].is_completed)
         operations.append(operation)
     return operations
 
 
 def test_operations_on_a_stream_end_one_after_the_other() -> None:
-    stream, works = StreamQueue(group_of()), list[Work]()
+    stream, works = stream_of(group_of()), list[Work]()
     operations = start(stream, works, 3)
     stream_queue.refresh_all()
     assert flight_recorder.running() == operations[:1]
@@ -446,7 +450,7 @@ def test_operations_on_a_stream_end_one_after_the_other() -> None:
 def test_the_wait_for_earlier_operations_of_a_stream_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(flight_recorder, "monotonic", lambda: now)
-    stream, works = StreamQueue(group_of()), list[Work]()
+    stream, works = stream_of(group_of()), list[Work]()
     operations = start(stream, works, 3)
     assert [each.start for each in operations] == [100, None, None]
     assert [each.sequence for each in operations] == [1, 2, 3]
@@ -458,9 +462,20 @@ def test_the_wait_for_earlier_operations_of_a_stream_does_not_count(monkeypatch:
     assert [each.sequence for each in operations] == [1, 2, 3]
 
 
+def test_a_thread_is_prepared_before_it_polls_a_stream() -> None:
+    calls: list[str] = []
+    stream = StreamQueue(group_of(), lambda device: calls.append(f"prepare {device}"))
+    stream.device = "device"
+    stream_queue.refresh_all()
+    assert calls == []  # the program may not use its GPU
+    stream.started(stream.note("all_reduce", None, 1, False), lambda: calls.append("poll") or True)
+    stream_queue.refresh_all()
+    assert calls == ["prepare device", "poll"]
+
+
 def test_a_work_that_fails_is_over() -> None:
-    stream = StreamQueue(group_of())
-    stream.started(stream.note("all_reduce", None, 1, False), FailedWork())
+    stream = stream_of(group_of())
+    stream.started(stream.note("all_reduce", None, 1, False), FailedWork().is_completed)
     stream_queue.refresh_all()
     assert flight_recorder.running() == []
 
@@ -471,13 +486,13 @@ class FailedWork:
 
 
 def test_few_works_of_a_stream_are_kept() -> None:
-    stream, works = StreamQueue(group_of()), list[Work]()
+    stream, works = stream_of(group_of()), list[Work]()
     start(stream, works, 1000)
     alive = weakref.WeakSet(works)
     first, last = works[0], works[-1]
     works.clear()
     gc.collect()
-    assert len(alive) <= stream_queue._HELD_WORKS + 1
+    assert len(alive) <= stream_queue._HELD_ENDS + 1
     assert {first, last} <= set(alive)
     assert len(flight_recorder.running()) == 1
     last.is_over = True
@@ -489,7 +504,7 @@ def test_few_works_of_a_stream_are_kept() -> None:
 
 
 def test_a_stream_that_is_not_read_does_not_grow() -> None:
-    stream, works = StreamQueue(group_of()), list[Work]()
+    stream, works = stream_of(group_of()), list[Work]()
     operations = start(stream, works, RING + 10)
     assert flight_recorder.running() == operations[10:11]
     works[-1].is_over = True
@@ -498,7 +513,7 @@ def test_a_stream_that_is_not_read_does_not_grow() -> None:
 
 
 def test_a_stream_that_is_closed_is_forgotten_with_all_that_was_open() -> None:
-    stream, other, works = StreamQueue(group_of()), StreamQueue(group_of("1")), list[Work]()
+    stream, other, works = stream_of(group_of()), stream_of(group_of("1")), list[Work]()
     start(stream, works, 3)
     (running,) = start(other, works, 1)
     stream.close()
@@ -512,7 +527,7 @@ def test_a_stream_that_is_closed_is_forgotten_with_all_that_was_open() -> None:
 
 
 def test_operations_start_while_the_watchdog_reads() -> None:
-    stream, may_end = StreamQueue(group_of()), threading.Event()
+    stream, may_end = stream_of(group_of()), threading.Event()
 
     def look() -> None:
         while not may_end.is_set():
@@ -521,7 +536,7 @@ def test_operations_start_while_the_watchdog_reads() -> None:
     watching = threading.Thread(target=look)
     watching.start()
     for _ in range(2000):
-        stream.started(stream.note("all_reduce", None, 1, False), work := Work())
+        stream.started(stream.note("all_reduce", None, 1, False), (work := Work()).is_completed)
         work.is_over = True
     may_end.set()
     watching.join()

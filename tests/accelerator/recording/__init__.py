@@ -1,7 +1,8 @@
 """A vendor's backend for tests: it runs every operation on a device, and records the calls as torch makes them.
 
 It stages tensors through host memory and communicates by a Gloo backend of its own, in the order of the calls, on its
-own stream and thread: a call returns before the device has finished, as with NCCL. `backend.cpp` makes it a
+own stream and thread: a call returns before the device has finished, as with NCCL. As NCCL and XCCL, it returns no work
+for a collective with `async_op=False`, which is in the order of the caller's stream. `backend.cpp` makes it a
 `c10d::Backend`.
 """
 
@@ -13,14 +14,17 @@ import dataclasses
 import datetime
 import functools
 import importlib.util
+import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests import accelerator
 from tests.accelerator import build
 
 NAME = "recording"
@@ -50,6 +54,7 @@ class Recording:
         self._device: torch.device | None = None
         self._number = 0
         self._batch: list[Callable[[], None]] | None = None
+        self._batch_is_async = True  # as the last operation in it
         self._tensors: list[torch.Tensor] = []
         self._host = dist.ProcessGroupGloo(dist.PrefixStore("recording/", store), rank, size, timeout=timeout)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=NAME)
@@ -70,6 +75,16 @@ class Recording:
     def connect(self, device: str) -> None:
         self._note("connect", device)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run no operation in a block."""
+        is_over = threading.Event()
+        self._thread.submit(is_over.wait)
+        try:
+            yield
+        finally:
+            is_over.set()
+
     def abort(self) -> None:
         self._note("abort")
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -80,13 +95,12 @@ class Recording:
         self._thread.shutdown()
         self._host.shutdown()
 
-    def split(
-        self, store: dist.Store, ranks: Sequence[int], name: str, timeout: datetime.timedelta
-    ) -> dist.distributed_c10d.Backend | None:
-        self._note("split", tuple(ranks), name, timeout)
+    def split(self, store: dist.Store, ranks: Sequence[int], options: Any) -> dist.distributed_c10d.Backend | None:
+        self._note("split", tuple(ranks), options.group_name, options._timeout)
         if self.rank not in ranks:
             return None
-        return make(dist.PrefixStore(name, store), ranks.index(self.rank), len(ranks), timeout, self.options)
+        own_store = dist.PrefixStore(options.group_name, store)
+        return make(own_store, ranks.index(self.rank), len(ranks), options._timeout, options)
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
@@ -225,7 +239,7 @@ class Recording:
             for wait in waits:
                 wait()
 
-        return self._submit(run, self._tensors)
+        return self._submit(run, self._tensors, is_async=self._batch_is_async)
 
     # -- execution -----------------------------------------------------------------------------------------------
 
@@ -257,18 +271,25 @@ class Recording:
 
             return finish
 
+        is_async = getattr(arguments[-1], "asyncOp", True)  # messages have no options
         if self._batch is not None:
             self._batch.append(start)
+            self._batch_is_async = is_async
             self._tensors += tensors
-            return None
+            is_collective = hasattr(arguments[-1], "asyncOp")
+            return _completed_work() if is_collective and is_async else None
 
         def run_alone() -> None:
             start()()
 
-        return self._submit(run_alone, tensors)
+        return self._submit(run_alone, tensors, is_async=is_async)
 
-    def _submit(self, run: Callable[[], None], tensors: Sequence[torch.Tensor]) -> Any:
-        """Run a function on the thread and stream of the backend, after the caller's stream; return a `Work`."""
+    def _submit(self, run: Callable[[], None], tensors: Sequence[torch.Tensor], *, is_async: bool) -> Any:
+        """Run a function on the thread and stream of the backend, after the caller's stream.
+
+        Returns:
+            A `Work`; or None if the operation is synchronous: the caller's stream waits for it.
+        """
         device = self._device
         on_device = device is not None and device.type != "cpu"
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if on_device else [])
@@ -282,11 +303,18 @@ class Recording:
                         stream.wait_event(ready)
                     run()
                     future.set_result(list(tensors))
+                    if stream is not None and not is_async:
+                        stream.synchronize()
             except BaseException as error:  # noqa: BLE001  the waiting thread gets it
                 future.set_exception(error)  # type: ignore[arg-type]
 
-        self._thread.submit(complete)
-        return torch._C._distributed_c10d._create_work_from_future(future)
+        release = accelerator.block_stream() if on_device and device.type == accelerator.NAME and not is_async else None
+        task = self._thread.submit(complete)
+        if release is not None:  # also if the backend is aborted
+            task.add_done_callback(lambda _task: release())
+        elif not is_async:  # a real device's stream cannot be blocked by the host
+            future.wait()
+        return torch._C._distributed_c10d._create_work_from_future(future) if is_async else None
 
     @functools.cache  # noqa: B019  lives as long as the process
     def _own_stream(self, device: torch.device) -> torch.Stream:
@@ -321,6 +349,13 @@ class Recording:
         block.view(-1).copy_(host.view(-1).chunk(self.size)[self.rank])
 
 
+def _completed_work() -> Any:
+    """Return a work like that of a collective in a batch of NCCL: the batch has another work, which it waits for."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result([])
+    return torch._C._distributed_c10d._create_work_from_future(future)
+
+
 def _describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), tuple(value.shape), value.dtype
@@ -348,17 +383,27 @@ def _extension() -> Any:
     return module
 
 
+def new_options() -> Any:
+    """Return options of the backend, to be passed as `pg_options`."""
+    return _extension().Options()
+
+
 def make(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, options: Any) -> Any:
     """Return a `Backend`, and append the object that records its calls to `backends`."""
     recording = Recording(store, rank, size, timeout, options)
     backends.append(recording)
-    return _extension().make_backend(recording, rank, size)
+    return _extension().RecordingBackend(recording, rank, size, options)
 
 
 def register(device_type: str) -> None:
     """Register the backend with torch for a type of devices; further calls do nothing."""
 
-    def create(opts: Any, options: Any) -> Any:
+    def create(opts: Any, given: Any) -> Any:
+        options = given or new_options()
+        if given and options._timeout != opts.timeout:
+            warnings.warn("backend_options._timeout was specified", stacklevel=2)  # as torch for NCCL
+        options._timeout, options.group_name = opts.timeout, opts.group_id
+        options.global_ranks_in_group = list(opts.global_ranks_in_group) or list(range(opts.group_size))
         return make(opts.store, opts.group_rank, opts.group_size, opts.timeout, options)
 
     if not hasattr(dist.Backend, NAME.upper()):

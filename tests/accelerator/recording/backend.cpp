@@ -11,15 +11,27 @@
 
 namespace {
 
+using c10d::Backend;
 using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
 using Lists = std::vector<Tensors>;
 using Sizes = std::vector<int64_t>;
 using WorkPtr = c10::intrusive_ptr<Work>;
 
-class RecordingBackend : public c10d::Backend {
+// As NCCL's: a group keeps the object that it was given, and torch writes into it.
+struct RecordingOptions : Backend::Options {
+  RecordingOptions() : Options("recording") {}
+#if TORCH_VERSION_MINOR < 9
+  std::string group_name;
+  std::vector<uint64_t> global_ranks_in_group;
+#endif
+};
+using OptionsPtr = c10::intrusive_ptr<RecordingOptions>;
+
+class RecordingBackend : public Backend {
  public:
-  RecordingBackend(py::object target, int rank, int size) : Backend(rank, size), target_(std::move(target)) {}
+  RecordingBackend(py::object target, int rank, int size, OptionsPtr options)
+      : Backend(rank, size), options(std::move(options)), target_(std::move(target)) {}
 
   ~RecordingBackend() override {
     py::gil_scoped_acquire gil;
@@ -78,16 +90,21 @@ class RecordingBackend : public c10d::Backend {
   WorkPtr endCoalescing() override { return run("end_coalescing"); }
 
 #if TORCH_VERSION_MINOR >= 9
-  c10::intrusive_ptr<Options> getBackendOptions() override {
-    return c10::make_intrusive<Options>("recording");
-  }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options; }
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-                                    const c10::intrusive_ptr<Options>& options) override {
+                                    const c10::intrusive_ptr<Options>& given) override {
+    auto own = c10::dynamic_intrusive_pointer_cast<RecordingOptions>(given);
+    TORCH_CHECK(own != nullptr, "opts not a recording.Options");
+    std::vector<uint64_t> global_ranks;
+    for (auto rank : ranks) global_ranks.push_back(options->global_ranks_in_group.at(rank));
+    own->global_ranks_in_group = global_ranks;
     py::gil_scoped_acquire gil;
-    py::object part = call("split", store, ranks, options->group_name, options->timeout);
+    py::object part = call("split", store, ranks, own);
     return part.is_none() ? nullptr : part.cast<c10::intrusive_ptr<Backend>>();
   }
 #endif
+
+  const OptionsPtr options;
 
  private:
   // The GIL must be held, also when the result is destroyed.
@@ -115,7 +132,20 @@ class RecordingBackend : public c10d::Backend {
 }  // namespace
 
 PYBIND11_MODULE(recording_backend, module) {
-  module.def("make_backend", [](py::object target, int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<RecordingBackend>(std::move(target), rank, size);
-  });
+  py::class_<RecordingOptions, OptionsPtr, Backend::Options>(module, "Options")
+      .def(py::init([] { return c10::make_intrusive<RecordingOptions>(); }))
+      .def_readwrite("group_name", &RecordingOptions::group_name)
+      .def_readwrite("global_ranks_in_group", &RecordingOptions::global_ranks_in_group)
+      .def("__deepcopy__", [](const RecordingOptions& options, py::dict) {
+        auto copy = c10::make_intrusive<RecordingOptions>();
+        copy->timeout = options.timeout;
+        copy->group_name = options.group_name;
+        copy->global_ranks_in_group = options.global_ranks_in_group;
+        return copy;
+      });
+  py::class_<RecordingBackend, c10::intrusive_ptr<RecordingBackend>, Backend>(module, "RecordingBackend")
+      .def(py::init([](py::object target, int rank, int size, OptionsPtr options) {
+        return c10::make_intrusive<RecordingBackend>(std::move(target), rank, size, std::move(options));
+      }))
+      .def_readonly("options", &RecordingBackend::options);
 }
