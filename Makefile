@@ -124,8 +124,8 @@ compat-system: ## run it with Debian's Open MPI and MPICH, which it installs (ro
 conformance: $(ENVS) ## run PyTorch's own tests, also with Gloo for comparison, and write docs/conformance.md
 	$(openmpi) $(limited) python -m tests.conformance --at-least 100 --write
 	$(mpich) $(limited) python -m tests.conformance --at-least 100 --write
-	$(openmpi) $(limited) python -m tests.conformance --device accelerator --at-least 110 --write
-	$(mpich) $(limited) python -m tests.conformance --device accelerator --at-least 110 --write
+	$(openmpi) $(limited) python -m tests.conformance --device accelerator --at-least 200 --write
+	$(mpich) $(limited) python -m tests.conformance --device accelerator --at-least 200 --write
 
 conformance-%: .venv/.ready ## run PyTorch's own tests on N ranks, with Open MPI
 	$(openmpi) $(limited) python -m tests.conformance --ranks $* --at-least 100
@@ -134,8 +134,8 @@ conformance-mpich-%: .venv-mpich/.ready ## run them with MPICH
 	$(mpich) $(limited) python -m tests.conformance --ranks $* --at-least 100
 
 conformance-accelerator-%: $(ENVS) ## run those of GPUs on N ranks with both MPIs, on GPUs or the emulated accelerator
-	$(openmpi) $(limited) python -m tests.conformance --device accelerator --ranks $* --at-least 110
-	$(mpich) $(limited) python -m tests.conformance --device accelerator --ranks $* --at-least 110
+	$(openmpi) $(limited) python -m tests.conformance --device accelerator --ranks $* --at-least 180
+	$(mpich) $(limited) python -m tests.conformance --device accelerator --ranks $* --at-least 180
 
 pytorch-files: .venv/.ready ## run test files of PyTorch's repository with mpicomm and Gloo: FILES="DIR/test_functional_api.py ..."
 	$(openmpi) $(limited) python -m tests.conformance.upstream_files $(FILES)

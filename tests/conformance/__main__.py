@@ -28,7 +28,7 @@ def main() -> int:
     device, labels, sizes, with_gloo = "cpu", LABELS, [3, 4], args.write or args.gloo
     command = "python -m tests.conformance --write"
     if args.device == "accelerator":
-        device, labels, sizes, with_gloo = on_accelerator.device_type(), (on_accelerator.LABEL,), [2, 4], False
+        device, labels, sizes, with_gloo = on_accelerator.device_type(), on_accelerator.LABELS, [2, 4], False
         command += " --device accelerator"
     runs = {}
     for size in args.ranks or (sizes if args.write else [4]):

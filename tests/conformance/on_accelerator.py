@@ -23,8 +23,12 @@ from torch.testing._internal import common_distributed
 
 from tests import accelerator
 
-LABEL = "nccl"
-"""The backend name under which the tests run: that of the backend for which PyTorch wrote its tests of GPUs."""
+LABELS = ("nccl", "mpi", "gloo")
+"""The backend names under which the tests run.
+
+PyTorch wrote most tests of GPUs for `nccl`. Under the other names, tests of CPU tensors run with tensors on devices,
+such as those of messages with tags and from any source, and of coalesced collectives.
+"""
 
 _MESSAGE = "expects the message of NCCL's watchdog"
 _METADATA = "reads metadata that NCCL's backend writes into profiles"
@@ -76,14 +80,15 @@ def install() -> SharedDevices:
         accelerator.register()
     devices = SharedDevices(device_type(), torch.accelerator.device_count())
     tests: Any = common_distributed
-    tests.skip_if_no_gpu = lambda test: test
+    tests.skip_if_no_gpu = _without_requirement
     tests.skip_if_small_worldsize = _needs_three_ranks
     for name in _REQUIREMENTS:
-        setattr(tests, name, _without_requirement)
+        setattr(tests, name, lambda *_, **__: _without_requirement)
     tests.init_multigpu_helper = lambda size, _backend: {rank: [rank % devices.count] for rank in range(size)}
     torch_groups: Any = dist
     torch_groups.is_nccl_available = lambda: True
-    dist.Backend.backend_capability[LABEL] = [devices.kind]
+    for label in LABELS:
+        dist.Backend.backend_capability[label] = [devices.kind] if label == "nccl" else ["cpu", devices.kind]
     meshes: Any = device_mesh
     make_mesh = meshes.init_device_mesh
     meshes.init_device_mesh = lambda kind, *args, **kwargs: make_mesh(devices.of(kind).type, *args, **kwargs)
@@ -99,8 +104,9 @@ def _needs_three_ranks(test: Callable[..., None]) -> Callable[..., None]:
     return unittest.skipIf(int(os.environ["WORLD_SIZE"]) < 3, "needs 3 ranks")(test)
 
 
-def _without_requirement(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    return lambda test: test
+def _without_requirement(test: Any) -> Any:
+    test.needs_device = True
+    return test
 
 
 class SharedDevices(TorchFunctionMode):
@@ -112,8 +118,11 @@ class SharedDevices(TorchFunctionMode):
         self.count = count
         self.are_used = False
 
-    def reason_to_skip(self, name: str, ranks: int) -> str | None:
-        """Return why a test cannot run here on this number of ranks; None if it can."""
+    def reason_to_skip(self, test: Callable[..., None], label: str, ranks: int) -> str | None:
+        """Return why a test cannot run here under a label on this number of ranks; None if it can."""
+        name = test.__name__
+        if label != "nccl" and (hasattr(test, "needs_device") or "cuda" in name):
+            return "uses GPUs: runs as nccl"
         reasons = dict(_EXCLUDED)
         if self.count < ranks:
             reasons |= _GPU_PER_RANK
@@ -158,11 +167,19 @@ class SharedDevices(TorchFunctionMode):
         self.are_used |= isinstance(result, torch.Tensor) and result.device.type == self.kind
         return result
 
-    def redirect(self, module: Any) -> None:
-        """Make a test module use this accelerator in place of `torch.cuda`."""
+    def redirect(self, module: Any, label: str, rank: int) -> None:
+        """Make a test module use this accelerator in place of `torch.cuda`, or of the CPU."""
         module.torch = _Torch(self)
         module.autocast = functools.partial(torch.amp.autocast, self.kind)
         module.GradScaler = functools.partial(torch.amp.GradScaler, self.kind)
+        if label != "nccl":
+            device = torch.device(self.kind, rank % self.count)
+            for name in ("_build_tensor", "_build_multidim_tensor"):
+                setattr(module, name, _on_device(getattr(module, name), device))
+
+
+def _on_device(build: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
+    return lambda *args, **kwargs: build(*args, **kwargs).to(device)
 
 
 class _Torch(types.ModuleType):

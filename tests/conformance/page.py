@@ -37,11 +37,12 @@ is exempt from that restriction.
 _ON_DEVICES = """\
 ## Tests of GPUs
 
-`python -m tests.conformance --device accelerator` runs the tests that use GPUs, as `nccl`, the backend for which
-PyTorch wrote most of them; the groups of that name use the mpicomm backend, without NCCL. The tests run on the GPUs of
-the machine, or without one on the emulated accelerator of `tests/accelerator`. The ranks share the devices. PyTorch's
-conditions on the number of GPUs and the version of NCCL do not apply, and tests of a group of ranks 1 and 2 need
-3 ranks instead of 8. A test that passes without a tensor on a device counts as skipped.
+`python -m tests.conformance --device accelerator` runs the tests that use GPUs as `nccl`, the backend for which PyTorch
+wrote most of them; the groups of that name use the mpicomm backend, without NCCL. Tests of CPU tensors run as `mpi` and
+`gloo` with tensors on devices, such as those of messages with tags and from any source, and of coalesced collectives.
+The tests run on the GPUs of the machine, or without one on the emulated accelerator of `tests/accelerator`. The ranks
+share the devices. PyTorch's conditions on the number of GPUs and the version of NCCL do not apply, and tests of a group
+of ranks 1 and 2 need 3 ranks instead of 8. A test that passes without a tensor on a device counts as skipped.
 """
 
 _FILES = """\

@@ -164,7 +164,7 @@ def main() -> None:
         for path, names in json.loads(args.plan.read_text()).items():
             ranks.run(UpstreamFile(Path(path), world.rank, creation), names.__contains__)
     elif not args.of_torch:
-        routing.route(routing.BUILT_IN if devices is None else (*routing.BUILT_IN, on_accelerator.LABEL))
+        routing.route(routing.BUILT_IN if devices is None else on_accelerator.LABELS)
     for label in args.labels:
         suite = upstream.Suite(label, world.rank, world.size, devices)
         ranks.run(suite, lambda name: args.pattern in name and (not args.sample or name in sample.NAMES))

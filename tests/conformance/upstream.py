@@ -51,7 +51,7 @@ class Suite:
             self._module.PROFILING_SUPPORTED_BACKENDS = []
         self._devices = devices
         if devices is not None:
-            devices.redirect(self._module)
+            devices.redirect(self._module, label, rank)
         # The class that PyTorch's own runner, test_distributed_spawn.py, names TestDistBackendWithSpawn.
         bases = (self._module.TestDistBackend, self._module.DistributedTest._DistTestBase)
         self._case = types.new_class("Case", bases)
@@ -62,10 +62,10 @@ class Suite:
 
     def skip(self, name: str) -> Verdict | None:
         """Return the verdict on a test that is skipped at import; None if it must be run."""
-        reason = None if self._devices is None else self._devices.reason_to_skip(name, self._size)
+        test = getattr(self._case, name)
+        reason = None if self._devices is None else self._devices.reason_to_skip(test, self.label, self._size)
         if reason is not None:
             return Verdict(verdicts.SKIP, reason)
-        test = getattr(self._case, name)
         if not getattr(test, "__unittest_skip__", False):
             return None
         return Verdict(verdicts.SKIP, verdicts.in_one_line(test.__unittest_skip_why__))
