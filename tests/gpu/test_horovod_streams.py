@@ -8,22 +8,35 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import mpicomm
 import mpicomm.horovod as hvd
+from mpicomm import torch_internals
+from mpicomm.backend import registration
 from mpicomm.devices import accelerator
 from tests import accelerator as emulated
+from tests.accelerator import recording
 
 COUNT = 1000
 
 
 @pytest.fixture
-def started(world: mpicomm.World, alone: None) -> Iterator[None]:
-    hvd.init()
+def started(world: mpicomm.World, device: torch.device, alone: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start Horovod, whose tensors on the device go to MPI, or to a vendor's backend that returns before the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        if getattr(request, "param", "MPI") == "vendor":
+            recording.register(device.type)
+            backend = registration.register_beside(f"{device.type}:{recording.NAME}")
+            patch.setattr(
+                torch_internals, "make_group", lambda ranks, _name, timeout: dist.new_group(ranks, timeout, backend)
+            )
+        hvd.init()
     yield
     hvd.shutdown()
 
 
+@pytest.mark.parametrize("started", ["MPI", "vendor"], indirect=True)
 def test_fused_tensors_of_several_streams(world: mpicomm.World, started: None, device: torch.device) -> None:
     """The threads run cycles in turn, which use the same fusion buffer; tensors and results are dropped early."""
     draws, streams = random.Random(world.rank), [torch.Stream(device) for _ in range(3)]

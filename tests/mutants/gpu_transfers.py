@@ -271,6 +271,20 @@ MUTANTS = [
         "tests/gpu/test_horovod_streams.py -k another_stream",
     ),
     _on_the_device(
+        "GroupCalls.all_reduce",
+        "self.group.allreduce([tensor], self._reductions[op]).wait()",
+        "self.group.allreduce([tensor], self._reductions[op])",
+        "The result of a vendor's backend is read before it has arrived.",
+        "tests/gpu/test_horovod_streams.py -k vendor",
+    ),
+    _on_the_device(
+        "Submission.wait_for_events",
+        "tensor.record_stream(accelerator.current_stream(tensor.device))",
+        "pass",
+        "The engine reuses the memory of a result before the stream of the program has read it.",
+        "tests/gpu/test_horovod_streams.py -k received_splits",
+    ),
+    _on_the_device(
         "tensor_operations._run",
         "call.tensors if splits is None else [*call.tensors, splits]",
         "call.tensors",
