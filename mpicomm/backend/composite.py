@@ -76,15 +76,30 @@ class CompositeProcessGroup(MPIProcessGroup):
         return self._inner._get_backend(device) if self._is_inner(device) else super()._get_backend(device)
 
     def _split_inner(self, members: list[int], name: str, seconds: float, opts: Any) -> dist.ProcessGroup | None:
+        if not torch_internals.CAN_SPLIT:
+            raise NotImplementedError(
+                "split_group: this torch cannot split a group with GPUs; expected torch 2.9 or newer.\n"
+                "Create the group with torch.distributed.new_group()."
+            )
         if torch_compatibility.torch_version() < (2, 14) and members != sorted(members):
             raise ValueError(  # torch sorts the ranks of its group
                 f"split_group: before torch 2.14, the ranks must be in ascending order in a group with GPUs, "
                 f"got {members}.\nPass {sorted(members)}."
             )
+        self._connect()
         timeout = torch_internals.with_extra_timeout(datetime.timedelta(seconds=seconds))
         parent = self._inner._get_backend(torch.device(self._device_type))
         options = torch_internals.copy_of_options(opts or getattr(parent, "options", None), timeout)
         return self._inner.split_group(members, timeout=timeout, opts=options, group_name=name)  # type: ignore[arg-type]
+
+    def _connect(self) -> None:
+        """Let the vendor's backend create its communicator, by a small operation (collective).
+
+        NCCL does so in its first collective. A split before it crashes the ranks outside of the new group, and the
+        others guess their GPU from their rank. `eager_connect_single_device` would create a second communicator if
+        there is one, and from then on messages would wait for all other operations of the group.
+        """
+        self.allreduce([torch.zeros(1, device=self._stream.device or self._device_type)]).wait()
 
     def _make_part(
         self, executor: Executor, name: str, store: dist.Store, inner: dist.ProcessGroup | None

@@ -393,14 +393,24 @@ def test_a_split_leaves_the_options_of_its_parent_and_of_the_user(group: dist.Pr
 
 
 @pytest.mark.skipif(not torch_internals.CAN_SPLIT, reason="torch 2.8 splits NCCL groups only")
-def test_a_group_is_split_by_the_vendors_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+def test_a_group_is_split_by_the_vendors_backend(device: torch.device, backend_name: str) -> None:
+    """Also before its first operation, in which NCCL connects, and on the device of the last one."""
+    group = dist.new_group(backend=backend_name)
     part = group.split_group([0], group_name="first")
-    assert methods_of(group) == ["split"]
+    assert methods_of(group) == ["allreduce", "split"]
+    assert backend_of(group).device == device
     assert (part is None) == (group.rank() > 0)
     if part is not None:
         part.allreduce([torch.ones(1, device=device)]).wait()
         assert methods_of(part) == ["allreduce"]
         part.shutdown()
+    other = torch.device(device.type, (device.index + 1) % torch.accelerator.device_count())
+    dist.all_reduce(torch.ones(1, device=other), group=group)
+    part = group.split_group([0], group_name="second")
+    assert backend_of(group).device == other
+    if part is not None:
+        part.shutdown()
+    dist.destroy_process_group(group)
 
 
 def test_an_aborted_group_aborts_it(backend_name: str) -> None:

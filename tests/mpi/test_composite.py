@@ -160,8 +160,12 @@ def test_a_mode_receives_operations_of_the_inner_backend(world: mpicomm.World, r
     assert gloo.called.count("allreduce") == is_inner
 
 
-def test_a_part_of_it_has_an_inner_group_of_its_own(world: mpicomm.World, routed: tuple) -> None:
+@pytest.mark.skipif(not torch_internals.CAN_SPLIT, reason="torch 2.8 splits NCCL groups only")
+def test_a_part_of_it_has_an_inner_group_of_its_own(
+    world: mpicomm.World, routed: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group, gloo, is_inner = routed
+    monkeypatch.setattr(group, "_connect", lambda: None)  # there may be no CUDA
     store = dist.PrefixStore("part", dist.distributed_c10d._get_default_store())
     part_inner = Witness(gloo_group(store, 0, 1)) if world.rank == 0 else None
     gloo.split_group = mock.Mock(return_value=part_inner)
@@ -176,12 +180,20 @@ def test_a_part_of_it_has_an_inner_group_of_its_own(world: mpicomm.World, routed
         part.shutdown()
 
 
+def test_a_torch_that_cannot_split(routed: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _gloo, _is_inner = routed
+    monkeypatch.setattr(torch_internals, "CAN_SPLIT", False)
+    with pytest.raises(NotImplementedError, match=r"expected torch 2\.9 or newer\.\n.*new_group"):
+        group.split_group([0])
+
+
 def test_options_that_torch_cannot_copy() -> None:
     options = dist.ProcessGroupGloo._Options()
     assert isinstance(torch_internals.copy_of_options(options, datetime.timedelta(seconds=9)), type(options))
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif(not torch_internals.CAN_SPLIT, reason="torch 2.8 splits NCCL groups only")
 @pytest.mark.skipif(torch_compatibility.torch_version() >= (2, 14), reason="torch keeps the order of the ranks")
 def test_both_groups_have_the_same_order(routed: tuple) -> None:
     group, _gloo, _is_inner = routed

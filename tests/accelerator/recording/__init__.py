@@ -51,7 +51,8 @@ class Recording:
         self.calls: list[Call] = []
         self.name = ""
         self.delay_seconds = 0.0  # before every operation
-        self._device: torch.device | None = None
+        self.device: torch.device | None = None  # of the last operation
+        self._is_connected = False
         self._number = 0
         self._batch: list[Callable[[], None]] | None = None
         self._batch_is_async = True  # as the last operation in it
@@ -97,6 +98,8 @@ class Recording:
 
     def split(self, store: dist.Store, ranks: Sequence[int], options: Any) -> dist.distributed_c10d.Backend | None:
         self._note("split", tuple(ranks), options.group_name, options._timeout)
+        if not self._is_connected:
+            raise RuntimeError("recording: split before the first collective; NCCL crashes")
         if self.rank not in ranks:
             return None
         own_store = dist.PrefixStore(options.group_name, store)
@@ -245,8 +248,8 @@ class Recording:
 
     def _note(self, method: str, *arguments: Any) -> None:
         stream = None
-        if self._device is not None and self._device.type != "cpu":
-            stream = torch.accelerator.current_stream(self._device).stream_id
+        if self.device is not None and self.device.type != "cpu":
+            stream = torch.accelerator.current_stream(self.device).stream_id
         self.calls.append(Call(method, tuple(map(_describe, arguments)), stream))
 
     def _operation(
@@ -254,7 +257,7 @@ class Recording:
     ) -> Any:
         """Record a call, and run it now or with the coalesced batch, on host copies of the tensors."""
         if tensors:
-            self._device = tensors[0].device
+            self.device = tensors[0].device
         self._note(method, *arguments)
         self._number += 1
 
@@ -271,12 +274,13 @@ class Recording:
 
             return finish
 
-        is_async = getattr(arguments[-1], "asyncOp", True)  # messages have no options
+        is_collective = hasattr(arguments[-1], "asyncOp")
+        is_async = getattr(arguments[-1], "asyncOp", True)
+        self._is_connected |= is_collective  # messages have communicators of two ranks
         if self._batch is not None:
             self._batch.append(start)
             self._batch_is_async = is_async
             self._tensors += tensors
-            is_collective = hasattr(arguments[-1], "asyncOp")
             return _completed_work() if is_collective and is_async else None
 
         def run_alone() -> None:
@@ -290,7 +294,7 @@ class Recording:
         Returns:
             A `Work`; or None if the operation is synchronous: the caller's stream waits for it.
         """
-        device = self._device
+        device = self.device
         on_device = device is not None and device.type != "cpu"
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if on_device else [])
         ready = torch.accelerator.current_stream(device).record_event() if on_device else None
