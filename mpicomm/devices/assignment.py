@@ -186,8 +186,22 @@ def _accepted(own_type: str | None) -> str:
     return f"Pass 'cpu', '{own_type}' or '{own_type}:N'." if own_type else "Pass 'cpu', or omit `device`."
 
 
+def may_share(environ: Mapping[str, str]) -> bool:
+    """Return whether the user lets the vendor's library use one GPU for several ranks.
+
+    Args:
+        environ: The environment of this rank.
+    """
+    return environ.get(vendors.vendor().sharing_variable) == "1"
+
+
 def refuse_shared(
-    gpus: Sequence[str | None], hosts: Sequence[str], library: str, why: Sequence[str | None] = ()
+    gpus: Sequence[str | None],
+    hosts: Sequence[str],
+    library: str,
+    why: Sequence[str | None] = (),
+    *,
+    may_share: bool = False,
 ) -> None:
     """Raise an error if ranks share a GPU, before the vendor's library fails with a less specific one.
 
@@ -196,6 +210,7 @@ def refuse_shared(
         hosts: For every rank its host.
         library: The name of the vendor's library, such as NCCL.
         why: For every rank why it cannot use the GPUs that it was assigned, or None.
+        may_share: Whether the user lets the library use one GPU for several ranks.
 
     Raises:
         DeviceError: If ranks share a GPU, or a rank has none; the message lists these ranks.
@@ -213,7 +228,7 @@ def refuse_shared(
     for rank, identity in enumerate(gpus):
         users[hosts[rank], identity].append(rank)
     for (host, identity), ranks in users.items():
-        if len(ranks) > 1:
+        if len(ranks) > 1 and not may_share:
             raise DeviceError(
                 f"ranks {', '.join(map(str, ranks))} on {host} share one GPU ({identity}), which {library} does not "
                 f"allow.\n"

@@ -46,6 +46,9 @@ class Vendor:
     synchronous_kernels = ""
     """The setting of the environment with which a call returns after its kernels have ended, to find a crash."""
 
+    sharing_variable = ""
+    """The environment variable that, set to 1, lets the vendor's library use one GPU for several ranks."""
+
     def uuid(self, index: int) -> str:
         """Return the UUID of a device; empty if it has none."""
         module = torch.get_device_module(accelerator.device_type())
@@ -94,6 +97,7 @@ class CUDA(Vendor):
     visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.NVIDIA]
     driver_check = visible_devices.DRIVER_TOOLS[visible_devices.NVIDIA]
     synchronous_kernels = "CUDA_LAUNCH_BLOCKING=1"
+    sharing_variable = "NCCL_MULTI_RANK_GPU_ENABLE"  # since NCCL 2.30
 
     def gpu_uuid(self, index: int) -> str:
         """Return the UUID of the GPU to which a device belongs: the same for all MIG devices of a GPU.
@@ -166,6 +170,7 @@ class ROCm(CUDA):
     visible_variables: tuple[str, ...] = visible_devices.VARIABLES[visible_devices.AMD]
     driver_check = visible_devices.DRIVER_TOOLS[visible_devices.AMD]
     synchronous_kernels = "AMD_SERIALIZE_KERNEL=3"
+    sharing_variable = ""
 
     def gpu_uuid(self, index: int) -> str:  # noqa: ARG002
         """Return an empty text: RCCL takes each partition of a GPU for a GPU of its own."""

@@ -59,6 +59,9 @@ class _Facts:
     gpus: dict[str, str]
     """For each of these devices the identity of its GPU."""
 
+    may_share: bool
+    """Whether the user lets the vendor's library use one GPU for several ranks."""
+
     vendor: str
     """The backend of the vendor's library that this torch has, such as `cuda:nccl`; empty without one."""
 
@@ -132,8 +135,8 @@ def join(
         assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
         why_cpu = assignment.why_unusable(assigned)
         lacks_library = settings.shared_memory and settings.native and c_library.load() is None
-        gpus = assignment.gpus_of(usable)
-        return _Facts(socket.gethostname(), node, same, usable, gpus, vendor, why_cpu, lacks_library)
+        gpus, may_share = assignment.gpus_of(usable), assignment.may_share(os.environ)
+        return _Facts(socket.gethostname(), node, same, usable, gpus, may_share, vendor, why_cpu, lacks_library)
 
     # 3. the plan of rank 0
     def decide(facts: list[_Facts]) -> Plan:
@@ -157,7 +160,8 @@ def join(
         )
         if library := plan.vendor_part(backend):
             reasons = [rank_facts.why_cpu for rank_facts in facts]
-            assignment.refuse_shared(gpus, hosts, library.upper(), reasons)
+            may_share = all(rank_facts.may_share for rank_facts in facts)
+            assignment.refuse_shared(gpus, hosts, library.upper(), reasons, may_share=may_share)
         return Plan(hosts, nodes, comm.size - num_spares, backend, indices, warnings=_warnings(facts, backend))
 
     if warning := detect.warning_after_init(launch, os.environ, mpi.api().COMM_WORLD.size, _job_of_scheduler(launch)):

@@ -118,12 +118,17 @@ def test_devices_of_one_gpu_are_shared_for_the_vendors_library() -> None:
     program = """
 add_library()
 vendors.Vendor.gpu_uuid = lambda vendor, index: "GPU-7"
-report(start(), start("fancyccl"))
+vendors.Vendor.sharing_variable = "FANCYCCL_SHARES"
+results = [start(), start("fancyccl")]
+os.environ["FANCYCCL_SHARES"] = "1"
+report(*results, start(), start("cpu:mpi,emulated:fancyccl"))
 """
     for rank, results in enumerate(reports(run_ranks(2, SETUP + program))):
         assert results[0] == [f"emulated:{rank}", rank, "mpi", MPICOMM, 2, STAGED]
         assert results[1].startswith("ranks 0, 1 on ")
         assert "share one GPU (GPU-7), which FANCYCCL does not allow." in results[1]
+        assert results[2] == results[0]
+        assert results[3][2] == "cpu:mpi,emulated:fancyccl"
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,16 @@ MUTANTS = [
     ),
     Mutant(
         "join",
-        old="assignment.refuse_shared(gpus, hosts, library.upper(), reasons)",
-        new="assignment.refuse_shared(identities, hosts, library.upper(), reasons)",
+        old="assignment.refuse_shared(gpus, hosts, library.upper(), reasons, may_share=may_share)",
+        new="assignment.refuse_shared(identities, hosts, library.upper(), reasons, may_share=may_share)",
         fault="bootstrap('nccl') with ranks on MIG devices of one GPU fails in NCCL.",
+        tests="tests/launch/test_accelerators.py -k one_gpu",
+    ),
+    Mutant(
+        "join",
+        old="all(rank_facts.may_share for rank_facts in facts)",
+        new="False",
+        fault="NCCL_MULTI_RANK_GPU_ENABLE=1 has no effect: ranks on one GPU are refused although NCCL accepts them.",
         tests="tests/launch/test_accelerators.py -k one_gpu",
     ),
     Mutant(
