@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -104,6 +105,22 @@ def test_a_message_to_a_busy_stream_does_not_delay_others(group: Group, busy: Bu
     for work in (slow, *works):
         work.wait()  # type: ignore[union-attr]
     assert busy.content[-1].item() == 5
+
+
+def test_a_message_of_a_group_that_ends_is_sent(group: Group, busy: Busy) -> None:
+    """Its content is computed after more than the second for which the end of the group waits for other ranks."""
+    own = dist.new_group()
+    received = torch.empty(COUNT)
+    if group.rank == 1:
+        work = dist.irecv(received, group.ranks[0], group=own)
+    elif group.rank == 0:
+        for _ in range(4):
+            busy.content.copy_(busy.later)
+        dist.isend(busy.content, group.ranks[1], group=own)
+    if group.rank == 1:
+        work.wait(datetime.timedelta(seconds=20))  # type: ignore[union-attr]
+        assert received[-1].item() == 1
+    dist.destroy_process_group(own)
 
 
 def test_a_result_on_another_stream_than_that_of_the_call(group: Group, device: torch.device, alone: None) -> None:

@@ -183,6 +183,13 @@ MUTANTS = [
         f"{LATE} -k another_stream",
     ),
     # -- posting_queue.py -----------------------------------------------------------------------------------
+    _on_the_device(
+        "PendingMessages.wait_for_all",
+        "self.unposted.post_all()",
+        "pass",
+        "A message whose group ends before the device has computed its content is never sent.",
+        f"{LATE} -k group_that_ends",
+    ),
     Mutant(
         "PostingQueue.post_ready",
         old="self.waiting[0].is_ready()",

@@ -176,7 +176,11 @@ class PendingMessages:
             self._poller.stop()
 
     def wait_for_all(self) -> bool:
-        """Wait for the messages in flight, for a second; return whether all have completed, and warn if not."""
+        """Wait for the messages in flight, for a second; return whether all have completed, and warn if not.
+
+        The second begins when MPI has all messages: until then they wait for the device, and not for other ranks.
+        """
+        self.unposted.post_all()
         if mpi.poll(lambda: not self._test_in_flight(), _LAST_MESSAGES_SECONDS, longest_pause=1e-4):
             return True
         warnings.warn(
