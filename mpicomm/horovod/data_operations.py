@@ -62,7 +62,7 @@ class DataOperations:
                         item.submission.wait_for_events([*item.submission.tensors, *item.submission.outputs])
                 try:
                     self._runners[kind](ready)
-                except (ValueError, TypeError, RuntimeError) as error:
+                except Exception as error:  # noqa: BLE001  a submission that is not finished would be awaited forever
                     for item in ready:
                         _finish(item, error=error)
 

@@ -17,6 +17,7 @@ from mpicomm.backend import registration
 from mpicomm.devices import accelerator
 from tests import accelerator as emulated
 from tests.accelerator import recording
+from tests.gpu import program
 
 COUNT = 1000
 
@@ -25,9 +26,8 @@ COUNT = 1000
 def started(world: mpicomm.World, device: torch.device, alone: None, request: pytest.FixtureRequest) -> Iterator[None]:
     """Start Horovod, whose tensors on the device go to MPI, or to a vendor's backend that returns before the device."""
     with pytest.MonkeyPatch.context() as patch:
-        if getattr(request, "param", "MPI") == "vendor":
-            recording.register(device.type)
-            backend = registration.register_beside(f"{device.type}:{recording.NAME}")
+        if (library := getattr(request, "param", "MPI")) != "MPI":
+            backend = _backend_with(library, device, world)
             patch.setattr(
                 torch_internals, "make_group", lambda ranks, _name, timeout: dist.new_group(ranks, timeout, backend)
             )
@@ -36,7 +36,19 @@ def started(world: mpicomm.World, device: torch.device, alone: None, request: py
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("started", ["MPI", "vendor"], indirect=True)
+def _backend_with(library: str, device: torch.device, world: mpicomm.World) -> str:
+    """Return the name of a backend with NCCL or the recording one."""
+    if library == "vendor":
+        recording.register(device.type)
+        return registration.register_beside(f"{device.type}:{recording.NAME}")
+    if device.type != "cuda" or not dist.is_nccl_available():
+        pytest.skip("needs a GPU and NCCL")
+    if torch.cuda.device_count() < world.local_size:
+        program.separate_for_nccl()
+    return "mpicomm_nccl"
+
+
+@pytest.mark.parametrize("started", ["MPI", "vendor", "NCCL"], indirect=True)
 def test_fused_tensors_of_several_streams(world: mpicomm.World, started: None, device: torch.device) -> None:
     """The threads run cycles in turn, which use the same fusion buffer; tensors and results are dropped early."""
     draws, streams = random.Random(world.rank), [torch.Stream(device) for _ in range(3)]

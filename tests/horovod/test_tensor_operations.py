@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mpicomm.horovod as hvd
+from mpicomm import torch_internals
 from mpicomm.devices import vendors
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("started")]
@@ -93,6 +94,19 @@ def test_fusion() -> None:
             handles.append((hvd.allreduce_async(tensor, name=name, op=op), torch.full((length,), value, dtype=dtype)))
     for handle, expected in handles:
         assert torch.equal(hvd.synchronize(handle), expected)
+
+
+def test_an_error_of_any_type_ends_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would end the wait of its caller."""
+
+    def fail(*_: Any) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(torch_internals, "copy_all", fail)
+    with pytest.raises(KeyError, match="a defect"):
+        hvd.grouped_allreduce([torch.ones(3), torch.ones(3)], name="fails")
+    monkeypatch.undo()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
 def test_adasum() -> None:

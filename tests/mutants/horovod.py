@@ -6,6 +6,22 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "DataOperations.run",
+        old="Exception",
+        new="(ValueError, TypeError, RuntimeError)",
+        fault="The caller of an operation that fails with another type of error waits forever.",
+        tests="tests/horovod/test_tensor_operations.py -k error_of_any_type",
+        ranks=2,
+    ),
+    Mutant(
+        "group_calls._wait",
+        old="work is not None",
+        new="True",
+        fault="With NCCL, which returns no work for synchronous operations, every operation fails.",
+        tests="tests/gpu/test_horovod_streams.py -k 'fused and vendor'",
+        ranks=2,
+    ),
+    Mutant(
         "functions._replace_state",
         old="group.pop(name, None)",
         fault="broadcast_optimizer_state exchanges the values of options that two ranks have in different orders.",
