@@ -172,10 +172,19 @@ class SharedDevices(TorchFunctionMode):
         module.torch = _Torch(self)
         module.autocast = functools.partial(torch.amp.autocast, self.kind)
         module.GradScaler = functools.partial(torch.amp.GradScaler, self.kind)
+        module._rank_temp_file = functools.partial(_until_all_have_read, module._rank_temp_file)
         if label != "nccl":
             device = torch.device(self.kind, rank % self.count)
             for name in ("_build_tensor", "_build_multidim_tensor"):
                 setattr(module, name, _on_device(getattr(module, name), device))
+
+
+@contextlib.contextmanager
+def _until_all_have_read(temporary_file: Callable[[], contextlib.AbstractContextManager[str]]) -> Iterator[str]:
+    """Keep a file of rank 0 until the test ends on all ranks; PyTorch removes it while others may still read it."""
+    with temporary_file() as path:
+        yield path
+        dist.barrier()
 
 
 def _on_device(build: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:

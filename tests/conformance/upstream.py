@@ -49,6 +49,7 @@ class Suite:
         self._module: Any = importlib.import_module(_MODULE)
         if torch_compatibility.torch_version() < _SHOWS_ASYNC_SPANS:
             self._module.PROFILING_SUPPORTED_BACKENDS = []
+            self._module.SEND_RECV_PROFILING_SUPPORTED_BACKENDS = []
         self._devices = devices
         if devices is not None:
             devices.redirect(self._module, label, rank)
