@@ -224,10 +224,17 @@ MUTANTS = [
     ),
     Mutant(
         "launching.hosts",
-        old="_machine(environ).with_default_ranks(queries.current_allocation(environ))",
+        old="_allocation(request, _machine(environ), environ)",
         new="queries.current_allocation(environ)",
         fault="After a restart on the hosts that are left, a PBS job has one rank per host.",
         tests="tests/unit/test_machines.py -k hosts_of_pbs",
+    ),
+    Mutant(
+        "launching._allocation",
+        old="request.ranks is None",
+        new="True",
+        fault="`mpicomm run -n 2` on two hosts of PBS with GPUs neither binds the ranks nor gives them their threads.",
+        tests="tests/unit/test_machines.py -k requested_number",
     ),
     Mutant(
         "Library.gpu_environ",
