@@ -15,6 +15,7 @@ import torch
 from mpicomm.arguments import Expected
 from mpicomm.devices import accelerator, vendors
 from mpicomm.errors import DeviceError
+from mpicomm.launch.visible_devices import hiding
 
 
 def visible_devices() -> list[str]:
@@ -59,6 +60,8 @@ def why_unusable(assigned: str | None) -> str | None:
         return None
     is_built = accelerator.device_type() is not None
     vendor = vendors.vendor() if is_built else vendors.of_variable(assigned.partition("=")[0])
+    if hiding(vendor.visible_variables, os.environ):  # `assigned` may be another vendor's variable
+        return None
     reason = "finds no working driver" if is_built else f"was built without {vendor.name}"
     remedy = f"Run `{vendor.driver_check}` in the job" if is_built else f"Install a torch with {vendor.name}"
     return f"{assigned} assigns GPUs, but torch {torch.__version__} {reason}. {remedy}."

@@ -238,6 +238,9 @@ def test_why_an_assigned_gpu_cannot_be_used(
         assignment.refuse_shared(["GPU-0", None], ["x", "y"], "NCCL", [None, why])
     assert f"{why} Or use backend='mpi'." in str(caught.value)
     assert assignment.why_unusable(None) is None
+    if built_for:
+        monkeypatch.setenv("VISIBLE", "-1")  # the variable of torch's vendor
+        assert assignment.why_unusable(assigned) is None
     simulate(monkeypatch, "xpu", "GPU-0")
     assert assignment.why_unusable(assigned) is None
 
