@@ -75,10 +75,17 @@ MUTANTS = [
     ),
     Mutant(
         "assignment.parse",
-        old="own_type is not None and requested.type != own_type",
+        old="requested.type not in expected",
         new="False",
         fault="A device of an accelerator that this torch lacks is accepted.",
         tests=f"{_DEVICES} -k of_another_accelerator",
+    ),
+    Mutant(
+        "assignment.parse",
+        old="('cpu', *_ACCELERATORS)",
+        new="('cpu', requested.type)",
+        fault="With a torch for CPUs, bootstrap(device='meta') reports that this process sees no GPU.",
+        tests=f"{_DEVICES} -k no_accelerator",
     ),
     Mutant(
         "of_variable",

@@ -203,6 +203,14 @@ def test_the_device_of_another_accelerator(gpus: int, device: str) -> None:
         assignment.parse(device)
 
 
+def test_a_type_that_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch, None)
+    with pytest.raises(
+        DeviceError, match=r"^device must be on cpu or an accelerator, got 'meta'\.\nPass 'cpu', or omit"
+    ):
+        assignment.parse("meta")
+
+
 # -- checks before the vendor's library starts -------------------------------------------------------------------------
 
 
