@@ -173,7 +173,8 @@ def _software(world: World) -> dict[str, str]:
 
 def _gpu_transport() -> str:
     """Return how MPI transfers GPU tensors."""
-    return f"{vendors.vendor().name}-aware MPI" if probe.is_claimed(os.environ) else "staged through host memory"
+    is_claimed = probe.is_claimed(mpi.environ_at_init())
+    return f"{vendors.vendor().name}-aware MPI" if is_claimed else "staged through host memory"
 
 
 def _shared_memory(settings: Settings) -> str:

@@ -19,7 +19,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ _is_ours = False  # whether `initialize` called MPI_Init, so that `finalize` mus
 _is_abandoned = False  # whether a call of MPI may never return: groups are not closed either
 _has_lost_processes = False  # whether processes of the job have failed: groups of the next world are closed as usual
 _passed_fence = False  # whether this rank has waited for all other ranks to leave MPI_Init
+_gpu_environ: Mapping[str, str] = {}  # the variables of GPU buffers that `initialize` has set for MPI_Init alone
 _fence_time = (ctypes.c_long * 2)()  # a timespec: the time at which the fence ended; PMIx writes it
 _job_comm: Intracomm | None = None  # bootstrap()'s private communicator
 _tracking = threading.Lock()  # of the next two
@@ -137,14 +138,15 @@ def initialize(
         wait_limit: Seconds in MPI_Init after which the process ends, if other ranks are absent.
         all_ranks_call: Whether all ranks of the job call this, also those on which MPI was initialised before.
         is_single: Whether the process is a job of its own, also if a rank has started it.
-        takes_gpu_tensors: Whether MPI is to support addresses of GPU memory; by default the library decides.
+        takes_gpu_tensors: Whether MPI is to support addresses of GPU memory; by default the library decides. Has no
+            effect if MPI is initialised.
 
     Raises:
         MpicommError: If this is a child process of a rank, where MPI must not be used, or MPI is finalised.
         LaunchError: If the launcher's variables are inherited from another job.
         MPINotFoundError: If mpi4py is not installed, is too old, or cannot find an MPI library.
     """
-    global _pid, _is_ours  # noqa: PLW0603  MPI's state is the process's, and so is this
+    global _pid, _is_ours, _gpu_environ  # noqa: PLW0603  MPI's state is the process's, and so is this
     # 1. check the process and the library
     mpi = api()
     _refuse_children()
@@ -155,15 +157,14 @@ def initialize(
     # 2. initialise MPI
     if not mpi.Is_initialized():
         _check_connection_to_launcher(is_single=is_single)
-        variables: dict[str, str] = {}
-        if takes_gpu_tensors is not None:
-            variables |= _gpu_variables(takes_gpu_tensors=takes_gpu_tensors)
         if local_size > _cores_of_node():
-            variables |= _YIELD_VARIABLES
-        for name, value in variables.items():
-            os.environ.setdefault(name, value)
+            for name, value in _YIELD_VARIABLES.items():
+                os.environ.setdefault(name, value)
+        if takes_gpu_tensors is not None:
+            _gpu_environ = _gpu_variables(takes_gpu_tensors=takes_gpu_tensors)
         atexit.register(finalize)  # exit handlers run last in, first out: this one after those of the users of MPI
-        with warnings.catch_warnings():  # `launch.detect` reports the same problem, with the remedy
+        with _environment_of_mpi_init(), warnings.catch_warnings():
+            # `launch.detect` reports the same problem, with the remedy
             warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
             _wait_for_all_ranks_in_mpi_init(wait_limit)
         _is_ours = True
@@ -174,11 +175,37 @@ def initialize(
 
 
 def _gpu_variables(*, takes_gpu_tensors: bool) -> Mapping[str, str]:
-    """Return the variables with which MPI_Init enables or disables GPU buffers; none on a host without GPUs."""
+    """Return the variables with which MPI_Init enables or disables GPU buffers, without those of the user.
+
+    None on a host without GPUs.
+    """
     vendor = counting.count(os.environ).vendor
     if vendor is None:
         return {}
-    return library().gpu_environ(vendor, Path("/proc/self/maps").read_text(), takes_gpu_tensors=takes_gpu_tensors)
+    loaded = Path("/proc/self/maps").read_text()
+    variables = library().gpu_environ(vendor, loaded, takes_gpu_tensors=takes_gpu_tensors)
+    return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+@contextlib.contextmanager
+def _environment_of_mpi_init() -> Iterator[None]:
+    """Set the variables of GPU buffers in a block: jobs that this process starts decide for themselves."""
+    os.environ.update(_gpu_environ)
+    try:
+        yield
+    finally:
+        for name in _gpu_environ:
+            os.environ.pop(name, None)
+
+
+def environ_at_init() -> Mapping[str, str]:
+    """Return the environment with the variables of GPU buffers that MPI_Init has read."""
+    return {**os.environ, **_gpu_environ}
+
+
+def has_disabled_gpu_buffers() -> bool:
+    """Return whether `initialize` has disabled MPI's support for GPU buffers, for the rest of the process."""
+    return library().has_gpu_disabled(_gpu_environ)
 
 
 def _hide_launcher_connection() -> None:

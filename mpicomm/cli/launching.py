@@ -19,7 +19,7 @@ from mpicomm.cli.supervisor import End, Supervisor
 from mpicomm.devices import counting
 from mpicomm.errors import LaunchError
 from mpicomm.launch import allocation, commands, environment, mpi_operator, node_range, queries
-from mpicomm.launch.allocation import FluxAllocation, Host, HostAllocation, SlurmAllocation
+from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Request, Start
 from mpicomm.settings import PREFIX
@@ -55,7 +55,7 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
         return commands.torchrun(request, request.node, machine, environ)
     # 2. the MPI library and the allocation
     environment.refuse_ranks(environ, [name for _, name in terminal.processes_above()])
-    library, job = mpi.library(), machine.with_default_ranks(queries.current_allocation(environ))
+    library, job = mpi.library(), _allocation(request, machine, environ)
     if job is None:
         request, environ = _on_operator_hosts(request, library, environ)
     # 3. the scheduler's launcher, or the library's mpiexec
@@ -73,6 +73,11 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     return commands.mpiexec(request, machine, library, executable, environ, job=job, agent=agent)
 
 
+def _allocation(request: Request, machine: Machine, environ: Mapping[str, str]) -> Allocation | None:
+    job = queries.current_allocation(environ)
+    return machine.with_default_ranks(job) if request.ranks is None else job
+
+
 def _refuse_fault_tolerance(request: Request, launcher: str) -> None:
     if request.is_fault_tolerant:
         raise LaunchError(
@@ -87,7 +92,7 @@ def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...
     Returns:
         No hosts if all ranks are on this host, or if the scheduler selects the hosts (`host_selecting_scheduler`).
     """
-    job = _machine(environ).with_default_ranks(queries.current_allocation(environ))
+    job = _allocation(request, _machine(environ), environ)
     if job is None:
         request, _ = _on_operator_hosts(request, mpi.library(), environ)
     if request.hosts:

@@ -15,6 +15,7 @@ import torch
 from mpicomm.arguments import Expected
 from mpicomm.devices import accelerator, vendors
 from mpicomm.errors import DeviceError
+from mpicomm.launch.visible_devices import hiding
 
 
 def visible_devices() -> list[str]:
@@ -59,6 +60,8 @@ def why_unusable(assigned: str | None) -> str | None:
         return None
     is_built = accelerator.device_type() is not None
     vendor = vendors.vendor() if is_built else vendors.of_variable(assigned.partition("=")[0])
+    if hiding(vendor.visible_variables, os.environ):  # `assigned` may be another vendor's variable
+        return None
     reason = "finds no working driver" if is_built else f"was built without {vendor.name}"
     remedy = f"Run `{vendor.driver_check}` in the job" if is_built else f"Install a torch with {vendor.name}"
     return f"{assigned} assigns GPUs, but torch {torch.__version__} {reason}. {remedy}."
@@ -147,6 +150,8 @@ def _find_device(rank: int, visible: Sequence[Sequence[str]], owner: dict[str, i
     return False
 
 
+_ACCELERATORS = ("cuda", "hip", "hpu", "mps", "mtia", "privateuseone", "xpu")  # torch's, c10/core/DeviceType.h
+
 EXPECTED = Expected(
     "a device (a name such as 'cpu', a torch.device or the index of a GPU)",
     lambda value: isinstance(value, (str, int, torch.device)) and not isinstance(value, bool),
@@ -169,8 +174,11 @@ def parse(device: str | torch.device | int) -> torch.device:
         raise DeviceError(f"device must name a torch device, got {device!r}: {error}\n{_accepted(own_type)}") from None
     if requested.type == "cpu" and not isinstance(device, int):
         return torch.device("cpu")
-    if own_type is not None and requested.type != own_type:
-        raise DeviceError(f"device must be on cpu or {own_type}, got {device!r}.\n{_accepted(own_type)}")
+    # Of the index of a GPU, torch without an accelerator makes a device on the CPU, which no process sees.
+    expected = ("cpu", own_type) if own_type else ("cpu", *_ACCELERATORS)
+    if requested.type not in expected:
+        accelerator_name = own_type or "an accelerator"
+        raise DeviceError(f"device must be on cpu or {accelerator_name}, got {device!r}.\n{_accepted(own_type)}")
     count, index = accelerator.count(), requested.index or 0
     if index >= count:
         raise DeviceError(

@@ -82,6 +82,7 @@ def collect(environ: Mapping[str, str]) -> GPUFacts:
     """Return the facts about this host; runs the tools of the drivers."""
     platform, listed = _list_gpus()
     accelerators = counting.count({})
+    vendor = next((name for name in _PLATFORMS if _PLATFORMS[name] == platform), accelerators.vendor or "")
     build, names, pairs = "", [], []
     with contextlib.suppress(ImportError, OSError, RuntimeError):  # software_check reports it
         import torch
@@ -97,11 +98,11 @@ def collect(environ: Mapping[str, str]) -> GPUFacts:
         accelerators.count,
         tuple(listed),
         allocation.assigned_gpus(environ),
-        visible_devices.hiding(environ),
+        visible_devices.hiding(visible_devices.VARIABLES.get(vendor, ()), environ),
         build,
         tuple(names),
         tuple(pairs),
-        platform or _PLATFORMS.get(accelerators.vendor or "") or build.partition(" ")[0] or CUDA,
+        _PLATFORMS.get(vendor) or build.partition(" ")[0] or CUDA,
     )
 
 

@@ -68,6 +68,9 @@ class _Facts:
     why_cpu: str | None
     """Why this rank cannot use the GPUs that it was assigned, or None."""
 
+    lacks_gpu_buffers: bool
+    """Whether MPI is to transfer GPU tensors, but an earlier `bootstrap()` has disabled its support for them."""
+
     lacks_library: bool
     """Whether shared memory is enabled, but the C library that it requires was not built."""
 
@@ -85,7 +88,6 @@ def initialize(request: StartRequest, launch: Launch, settings: Settings) -> Int
     limit = max(request.join_timeout_seconds, _SHORTEST_INIT)
     is_single = launch.kind == "single"
     seconds = start_timer.seconds_before_notice(settings.hang_seconds, limit)
-    takes_gpu_tensors = plan.mpi_takes_gpu_tensors(request.backend, accelerator.vendor_backend(), settings.gpu_aware)
     with start_timer.report_missing_after(seconds, launch, "MPI_Init", limit):
         all_ranks_call = request.comm is None and not is_single
         world = mpi.initialize(
@@ -93,11 +95,15 @@ def initialize(request: StartRequest, launch: Launch, settings: Settings) -> Int
             limit,
             all_ranks_call=all_ranks_call,
             is_single=is_single,
-            takes_gpu_tensors=takes_gpu_tensors,
+            takes_gpu_tensors=_takes_gpu_tensors(request, settings),
         )
     if world.size == 1:  # MPI has connected no other rank to which this one could report the error
         _check_launch(launch)
     return request.comm or (mpi.api().COMM_SELF if is_single else world)
+
+
+def _takes_gpu_tensors(request: StartRequest, settings: Settings) -> bool:
+    return plan.mpi_takes_gpu_tensors(request.backend, accelerator.vendor_backend(), settings.gpu_aware)
 
 
 def join(
@@ -134,9 +140,11 @@ def join(
         usable, vendor = assignment.usable_devices(request.device), accelerator.vendor_backend()
         assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
         why_cpu = assignment.why_unusable(assigned)
+        is_staged = bool(usable) and _takes_gpu_tensors(request, settings) and mpi.has_disabled_gpu_buffers()
         lacks_library = settings.shared_memory and settings.native and c_library.load() is None
         gpus, may_share = assignment.gpus_of(usable), assignment.may_share(os.environ)
-        return _Facts(socket.gethostname(), node, same, usable, gpus, may_share, vendor, why_cpu, lacks_library)
+        host = socket.gethostname()
+        return _Facts(host, node, same, usable, gpus, may_share, vendor, why_cpu, is_staged, lacks_library)
 
     # 3. the plan of rank 0
     def decide(facts: list[_Facts]) -> Plan:
@@ -268,6 +276,13 @@ def _form(
 def _warnings(facts: list[_Facts], backend: str | None) -> list[str]:
     """Return what rank 0 warns of: each cause once, with the lowest rank that has it."""
     causes = [f"rank {rank}: {rank_facts.why_cpu}" for rank, rank_facts in enumerate(facts) if rank_facts.why_cpu][:1]
+    if plan.needs_mpi(backend) and any(rank_facts.lacks_gpu_buffers for rank_facts in facts):
+        causes.append(
+            "GPU tensors are staged through host memory: an earlier bootstrap() of this process has disabled MPI's "
+            "support for GPU memory, which only MPI_Init can enable.\n"
+            "To enable it, set MPICOMM_GPU_AWARE=1 before the program starts, or pass backend='mpi' to the first "
+            "bootstrap()."
+        )
     shares_memory = plan.needs_mpi(backend) and len({rank_facts.node for rank_facts in facts}) < len(facts)
     if shares_memory and (ranks := [rank for rank, rank_facts in enumerate(facts) if rank_facts.lacks_library]):
         causes.append(

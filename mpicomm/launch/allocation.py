@@ -203,11 +203,12 @@ def requeues(environ: Mapping[str, str]) -> int:
 
 def assigned_gpus(environ: Mapping[str, str]) -> str | None:
     """Return the variable in which the scheduler or the user assigns GPUs to this process; None without one."""
-    if visible_devices.hiding(environ):
+    if assigning := visible_devices.assigning(environ):
+        return assigning
+    if any(visible_devices.hiding(names, environ) for names in visible_devices.VARIABLES.values()):
         return None
     names = ("SLURM_STEP_GPUS", "SLURM_GPUS_PER_TASK")
-    of_slurm = (f"{name}={environ[name]}" for name in names if environ.get(name))
-    return visible_devices.assigning(environ) or next(of_slurm, None)
+    return next((f"{name}={environ[name]}" for name in names if environ.get(name)), None)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:

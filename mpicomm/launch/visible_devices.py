@@ -35,14 +35,21 @@ _ENTRY = re.compile(r"\s*(?:\+?(?P<index>\d+)|GPU-\S+)")
 
 
 def assigning(environ: Mapping[str, str]) -> str | None:
-    """Return the first variable that selects devices, as `name=value`; None if no variable does."""
-    return next((f"{name}={environ[name]}" for name in NAMES if environ.get(name)), None)
+    """Return the first variable that selects devices of a vendor, as `name=value`; None if no variable does."""
+    shown = [name for names in VARIABLES.values() if not hiding(names, environ) for name in names]
+    return next((f"{name}={environ[name]}" for name in shown if environ.get(name)), None)
 
 
-def hiding(environ: Mapping[str, str]) -> str | None:
-    """Return the first variable that hides all devices of a vendor, as `name=value`; None if no variable does."""
-    names = [name for name in NAMES if name != _LEVEL_ZERO]  # an empty mask selects all devices
-    return next((f"{name}={environ[name]}" for name in names if environ.get(name) in _NO_DEVICES), None)
+def hiding(names: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """Return the variable that hides all devices of a vendor, as `name=value`; None if no variable does.
+
+    Args:
+        names: The variables of the vendor.
+    """
+    # An empty mask of Level Zero selects all devices. HIP reads CUDA's variable only if its own one is not set.
+    unread = {_LEVEL_ZERO, _CUDA} if _HIP in names and _HIP in environ else {_LEVEL_ZERO}
+    hidden = (f"{name}={environ[name]}" for name in names if name not in unread and environ.get(name) in _NO_DEVICES)
+    return next(hidden, None)
 
 
 def count(vendor: str, environ: Mapping[str, str], partitions: Sequence[int]) -> int:

@@ -100,6 +100,33 @@ report(*results, dist.get_backend_config())
         ]
 
 
+@pytest.mark.each_mpi
+def test_after_a_world_with_the_vendors_library_mpi_gets_no_gpu_addresses() -> None:
+    """MPI_Init of the first world has disabled MPI's support for GPU memory for the rest of the process."""
+    program = """
+from mpicomm.backend.gpu import probe
+
+tests = []
+probe.failures = lambda comm, device: tests.append(device) or []
+probe.answers_yes = lambda query: True
+vendors.Vendor.mpi_queries = ("MPIX_Query_fancy_support",)
+os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # this host appears to have a GPU
+add_library()
+results = [start(backend)[2:] for backend in ("auto", "mpi")]
+os.environ["MPICOMM_GPU_AWARE"] = "1"  # too late
+report(*results, start("mpi")[-1], len(tests))
+"""
+    beside = ["cpu:mpi,emulated:fancyccl", "cpu:mpicomm_fancyccl,emulated:mpicomm_fancyccl", 2, "FANCYCCL"]
+    outcome = run_ranks(2, SETUP + program)
+    assert reports(outcome) == [[beside, ["mpi", MPICOMM, 2, STAGED], STAGED, 0]] * 2
+    assert outcome.stderr.count("an earlier bootstrap() of this process has disabled MPI's support") == 1, outcome
+    # without an earlier world: the addresses go to MPI
+    outcome = run_ranks(2, SETUP + program.replace('("auto", "mpi")', '("mpi", "auto")'))
+    direct = "accelerator-aware MPI"
+    assert reports(outcome) == [[["mpi", MPICOMM, 2, direct], beside, direct, 1]] * 2
+    assert "an earlier bootstrap()" not in outcome.stderr
+
+
 def test_a_shared_device_is_refused_before_the_vendors_library_starts() -> None:
     program = """
 add_library()

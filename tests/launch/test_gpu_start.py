@@ -1,4 +1,4 @@
-"""The start on a host with GPUs: MPI_Init comes before the driver, and reads whether to support GPU buffers."""
+"""The start on a host with GPUs: MPI_Init comes before the driver, and alone reads whether to support GPU buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ import torch
 import mpicomm
 from mpicomm import mpi
 
-calls = []
+NAMES = ("MPIR_CVAR_ENABLE_GPU", "OMPI_MCA_accelerator", "OMPI_MCA_opal_cuda_support")
+calls, variables = [], {}
 
 
 def record(module, name):
@@ -31,9 +32,15 @@ def record(module, name):
 
     def recorded(*args, **kwargs):
         calls.append(name)
+        if name == "Init_thread":
+            variables.update(set_variables())
         return function(*args, **kwargs)
 
     setattr(module, name, recorded)
+
+
+def set_variables():
+    return {name: os.environ[name] for name in NAMES if name in os.environ}
 
 
 modules = [torch.accelerator, torch.cuda]
@@ -50,9 +57,7 @@ record(mpi.api(), "Init_thread")
 
 
 def report():
-    names = ("MPIR_CVAR_ENABLE_GPU", "OMPI_MCA_accelerator")
-    variables = {name: os.environ[name] for name in names if name in os.environ}
-    print(json.dumps({"calls": calls, "variables": variables}), flush=True)
+    print(json.dumps({"calls": calls, "variables": variables, "left": set_variables()}), flush=True)
 """
 WITH_BOOTSTRAP = """
 try:
@@ -74,7 +79,10 @@ except RuntimeError as error:
 report()
 """
 ENABLED = {"Open MPI": {}, "MPICH": {"MPIR_CVAR_ENABLE_GPU": "1"}}
-DISABLED = {"Open MPI": {"OMPI_MCA_accelerator": "null"}, "MPICH": {"MPIR_CVAR_ENABLE_GPU": "0"}}
+DISABLED = {
+    "Open MPI": {"OMPI_MCA_accelerator": "null", "OMPI_MCA_opal_cuda_support": "0"},
+    "MPICH": {"MPIR_CVAR_ENABLE_GPU": "0"},
+}
 TWO_DEVICES = {"EMULATED_DEVICES": "2"}
 EMULATED = pytest.mark.skipif(bool(accelerator.reason_to_skip()), reason=accelerator.reason_to_skip() or "available")
 
@@ -108,6 +116,7 @@ def test_mpi_starts_before_the_driver_and_as_the_backend_needs_it(
 ) -> None:
     report = start(program, **variables)
     assert report["calls"][0] == "Init_thread"
+    assert report["left"] == {}  # a job that this program starts decides for itself
     assert "is_available" in report["calls"]
     if variables == TWO_DEVICES and program != WITHOUT:
         assert {"device_count", "get_device_properties", "set_device_index"} <= set(report["calls"])
@@ -118,4 +127,6 @@ def test_mpi_starts_before_the_driver_and_as_the_backend_needs_it(
 
 def test_the_variable_of_the_user_is_kept() -> None:
     variables = {"MPIR_CVAR_ENABLE_GPU": "1", "OMPI_MCA_accelerator": "^rocm"}
-    assert start(with_bootstrap("'nccl'"), **variables)["variables"] == variables
+    report = start(with_bootstrap("'nccl'"), **variables)
+    assert variables.items() <= report["variables"].items()
+    assert report["left"] == variables

@@ -92,7 +92,10 @@ def test_a_library_that_is_missing_on_one_rank() -> None:
 def test_a_missing_library_matters_to_ranks_of_one_node_that_use_mpi(
     backend: str, nodes_of_ranks: list[int], warns: int
 ) -> None:
-    facts = [mpi_job._Facts("host", node, {}, {}, False, None, lacks_library=True) for node in nodes_of_ranks]
+    facts = [
+        mpi_job._Facts("host", node, {}, {}, {}, "", None, lacks_gpu_buffers=False, lacks_library=True)
+        for node in nodes_of_ranks
+    ]
     assert len(mpi_job._warnings(facts, backend)) == warns
 
 

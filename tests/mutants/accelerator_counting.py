@@ -195,10 +195,45 @@ MUTANTS = [
     ),
     Mutant(
         "visible_devices.hiding",
-        old="name != _LEVEL_ZERO",
+        old="name not in unread",
         new="True",
         fault="An empty ZE_AFFINITY_MASK, which selects all GPUs, silences the warning that torch cannot use them.",
         tests="tests/unit/test_launch_commands.py -k gpus_that_a_process_was_assigned",
+    ),
+    Mutant(
+        "visible_devices.hiding",
+        old="{_LEVEL_ZERO, _CUDA} if _HIP in names and _HIP in environ else {_LEVEL_ZERO}",
+        new="{_LEVEL_ZERO}",
+        fault="An empty CUDA_VISIBLE_DEVICES silences the warning that torch cannot use GPUs of HIP_VISIBLE_DEVICES.",
+        tests="tests/unit/test_launch_commands.py -k gpus_that_a_process_was_assigned",
+    ),
+    Mutant(
+        "visible_devices.assigning",
+        old="not hiding(names, environ)",
+        new="True",
+        fault="bootstrap() warns of AMD's GPUs that the user has hidden with CUDA_VISIBLE_DEVICES.",
+        tests="tests/unit/test_launch_commands.py -k gpus_that_a_process_was_assigned",
+    ),
+    Mutant(
+        "assigned_gpus",
+        old="any((visible_devices.hiding(names, environ) for names in visible_devices.VARIABLES.values()))",
+        new="False",
+        fault="bootstrap() warns of GPUs of Slurm that the user has hidden.",
+        tests="tests/unit/test_launch_commands.py -k gpus_that_a_process_was_assigned",
+    ),
+    Mutant(
+        "assignment.why_unusable",
+        old="hiding(vendor.visible_variables, os.environ)",
+        new="False",
+        fault="bootstrap() warns that CUDA_VISIBLE_DEVICES=0 assigns GPUs that ROCR_VISIBLE_DEVICES= hides.",
+        tests="tests/unit/test_devices.py -k why_an_assigned_gpu",
+    ),
+    Mutant(
+        "gpu_check.collect",
+        old="visible_devices.VARIABLES.get(vendor, ())",
+        new="visible_devices.NAMES",
+        fault="`mpicomm doctor` reports that a variable of AMD hides the GPUs of NVIDIA.",
+        tests="tests/unit/test_doctor.py -k hosts_vendor",
     ),
     # -- launches -------------------------------------------------------------------------------------------------
     Mutant(
@@ -224,10 +259,17 @@ MUTANTS = [
     ),
     Mutant(
         "launching.hosts",
-        old="_machine(environ).with_default_ranks(queries.current_allocation(environ))",
+        old="_allocation(request, _machine(environ), environ)",
         new="queries.current_allocation(environ)",
         fault="After a restart on the hosts that are left, a PBS job has one rank per host.",
         tests="tests/unit/test_machines.py -k hosts_of_pbs",
+    ),
+    Mutant(
+        "launching._allocation",
+        old="request.ranks is None",
+        new="True",
+        fault="`mpicomm run -n 2` on two hosts of PBS with GPUs neither binds the ranks nor gives them their threads.",
+        tests="tests/unit/test_machines.py -k requested_number",
     ),
     Mutant(
         "Library.gpu_environ",

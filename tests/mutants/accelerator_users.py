@@ -132,15 +132,15 @@ MUTANTS = [
     ),
     Mutant(
         "gpu_check.collect",
-        old='platform or _PLATFORMS.get(accelerators.vendor or "") or build.partition(" ")[0] or CUDA',
+        old='_PLATFORMS.get(vendor) or build.partition(" ")[0] or CUDA',
         new="CUDA",
         fault="The doctor recommends a torch with CUDA on a host with GPUs of AMD.",
         tests="tests/unit/test_doctor.py -k platform_of_the_gpus",
     ),
     Mutant(
         "gpu_check.collect",
-        old='_PLATFORMS.get(accelerators.vendor or "")',
-        new="None",
+        old='accelerators.vendor or ""',
+        new="''",
         fault="Without rocm-smi the doctor recommends a torch with CUDA on a host with GPUs of AMD.",
         tests="tests/unit/test_doctor.py -k kernels_files_show",
     ),

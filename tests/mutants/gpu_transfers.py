@@ -54,14 +54,14 @@ MUTANTS = [
     ),
     _on_the_device(
         "GPUDirect.for_sending",
-        "return buffers.pack(tensor), _end_of_work(tensor)",
+        "return buffers.pack(tensor), accelerator.end_of_work(tensor.device)",
         "return buffers.pack(tensor), None",
         "MPI sends content before it has been computed.",
         ADDRESSES,
     ),
     _on_the_device(
         "GPUDirect.for_receiving",
-        "return output_buffer, _end_of_work(tensor), deliver",
+        "return output_buffer, accelerator.end_of_work(tensor.device), deliver",
         "return output_buffer, None, deliver",
         "A message replaces content that is still to be read.",
         ADDRESSES,

@@ -203,6 +203,14 @@ def test_the_device_of_another_accelerator(gpus: int, device: str) -> None:
         assignment.parse(device)
 
 
+def test_a_type_that_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch, None)
+    with pytest.raises(
+        DeviceError, match=r"^device must be on cpu or an accelerator, got 'meta'\.\nPass 'cpu', or omit"
+    ):
+        assignment.parse("meta")
+
+
 # -- checks before the vendor's library starts -------------------------------------------------------------------------
 
 
@@ -238,6 +246,9 @@ def test_why_an_assigned_gpu_cannot_be_used(
         assignment.refuse_shared(["GPU-0", None], ["x", "y"], "NCCL", [None, why])
     assert f"{why} Or use backend='mpi'." in str(caught.value)
     assert assignment.why_unusable(None) is None
+    if built_for:
+        monkeypatch.setenv("VISIBLE", "-1")  # the variable of torch's vendor
+        assert assignment.why_unusable(assigned) is None
     simulate(monkeypatch, "xpu", "GPU-0")
     assert assignment.why_unusable(assigned) is None
 

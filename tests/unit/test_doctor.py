@@ -369,6 +369,23 @@ def test_without_the_tool_of_the_driver_the_kernels_files_show_the_platform(monk
     assert (facts.platform, facts.devices) == ("XPU", 6)
 
 
+@pytest.mark.parametrize(
+    ("vendor", "listed", "environ", "hidden_by"),
+    [
+        (visible_devices.NVIDIA, "", {"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": ""}, None),
+        (visible_devices.AMD, "", {"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": ""}, "ROCR_VISIBLE_DEVICES="),
+        (None, ROCM_SMI, {"HIP_VISIBLE_DEVICES": "-1"}, "HIP_VISIBLE_DEVICES=-1"),
+        (None, "", {"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": ""}, None),
+    ],
+)
+def test_only_a_variable_of_the_hosts_vendor_hides_its_gpus(
+    vendor: str | None, listed: str, environ: dict[str, str], hidden_by: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check.queries, "output_of", lambda command: listed if command[0] == "rocm-smi" else "")
+    monkeypatch.setattr(gpu_check.counting, "count", lambda _environ: Accelerators(vendor, int(vendor is not None)))
+    assert gpu_check.collect(environ).hidden_by == hidden_by
+
+
 # -- the ranks of a job ------------------------------------------------------------------------------------------------
 
 

@@ -288,6 +288,10 @@ def test_an_lsf_allocation() -> None:
         *(({"CUDA_VISIBLE_DEVICES": none, "SLURM_GPUS_PER_TASK": "1"}, None) for none in ("", "-1", "NoDevFiles")),
         ({"ROCR_VISIBLE_DEVICES": "4", "SLURM_STEP_GPUS": "4"}, "ROCR_VISIBLE_DEVICES=4"),
         ({"ROCR_VISIBLE_DEVICES": "", "SLURM_STEP_GPUS": "4"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES=0"),  # of two vendors
+        ({"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": "4"}, None),  # HIP reads both
+        ({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "4"}, "HIP_VISIBLE_DEVICES=4"),  # in its place
+        ({"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "0"}, "ZE_AFFINITY_MASK=0"),
         ({"ZE_AFFINITY_MASK": "0.1"}, "ZE_AFFINITY_MASK=0.1"),
         ({"ZE_AFFINITY_MASK": "", "SLURM_STEP_GPUS": "4"}, "SLURM_STEP_GPUS=4"),  # an empty mask selects all
         ({}, None),

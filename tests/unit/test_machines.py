@@ -382,25 +382,39 @@ def test_mpicomm_run_starts_a_rank_per_tile() -> None:
     assert start.command[:3] == ("mpiexec", "-n", "12")
 
 
-@pytest.mark.usefixtures("tiles")
-def test_mpicomm_run_starts_a_rank_per_tile_on_the_hosts_of_pbs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def hosts_of_pbs(tiles: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """Return the environment of a PBS job with all four cores of two hosts, and one process on each."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(4)))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     node_file = tmp_path / "nodes"
     node_file.write_text("x1\nx2\n")
-    environ = {
+    return {
         "PATH": "/bin",
         "PBS_JOBID": "1.pbs",
         "PBS_ENVIRONMENT": "PBS_BATCH",
         "PBS_NODEFILE": str(node_file),
         "NCPUS": "4",
     }
-    assert launching.build(Request(("true",)), environ).ranks == 24
-    assert launching.hosts(Request(("true",)), environ) == ((Host("x1", 12), Host("x2", 12)), False)
-    shared = {**environ, "NCPUS": "2"}
+
+
+def test_mpicomm_run_starts_a_rank_per_tile_on_the_hosts_of_pbs(hosts_of_pbs: dict[str, str]) -> None:
+    assert launching.build(Request(("true",)), hosts_of_pbs).ranks == 24
+    assert launching.hosts(Request(("true",)), hosts_of_pbs) == ((Host("x1", 12), Host("x2", 12)), False)
+    shared = {**hosts_of_pbs, "NCPUS": "2"}
     assert launching.build(Request(("true",)), shared).ranks == 2
+
+
+def test_a_requested_number_of_ranks_does_not_depend_on_the_tiles(
+    hosts_of_pbs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of `mpicomm run -n 2` on two hosts have all cores."""
+    monkeypatch.setattr(mpi, "library", lambda: Library("Open MPI", "5.0.11"))
+    start = launching.build(Request(("true",), ranks=2), hosts_of_pbs)
+    assert " --map-by ppr:1:node:PE=4 --bind-to core " in " ".join(start.command)
+    assert start.environ["OMP_NUM_THREADS"] == "4"
+    hosts = (Host("x1", 1), Host("x2", 1))
+    assert launching.hosts(Request(("true",), ranks=2), hosts_of_pbs) == (hosts, False)
 
 
 def test_the_variables_of_torchs_vendors_are_those_of_the_table() -> None:

@@ -53,9 +53,9 @@ def choose_transport(comm: Intracomm, settings: Settings) -> Transport:
 
 
 def _wants_addresses(settings: Settings) -> bool:
-    if settings.gpu_aware in ("0", "1"):
-        return settings.gpu_aware == "1"
-    return is_claimed(os.environ)
+    if settings.gpu_aware == "0" or mpi.has_disabled_gpu_buffers():
+        return False
+    return settings.gpu_aware == "1" or is_claimed(mpi.environ_at_init())
 
 
 def _passes_test(comm: Intracomm, device: torch.device) -> bool:
@@ -88,7 +88,11 @@ def _warn_of_allocators() -> None:
 
 
 def is_claimed(environ: Mapping[str, str]) -> bool:
-    """Return whether the MPI library reports support for GPU addresses."""
+    """Return whether the MPI library reports support for GPU addresses.
+
+    Args:
+        environ: The environment that MPI_Init has read.
+    """
     if mpi.library().has_gpu_disabled(environ):
         return False
     if "CRAY" in mpi.library().description.upper():  # reports support even if it is disabled
