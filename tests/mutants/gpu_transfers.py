@@ -239,6 +239,14 @@ MUTANTS = [
         fault="The copy of a received message becomes a part of the CUDA graph that its caller captures.",
         tests="tests/unit/test_posting_queue.py -k completes_no_message",
     ),
+    # -- beside a vendor's library --------------------------------------------------------------------------
+    _on_the_device(
+        "CompositeProcessGroup.barrier",
+        "torch.accelerator.current_stream().synchronize()",
+        "pass",
+        "A barrier returns before the GPU has finished the work of the ranks.",
+        "tests/gpu/test_vendor.py -k barrier",
+    ),
     # -- thread_device.py, vendors.py -----------------------------------------------------------------------
     Mutant(
         "CUDA.own_stream",
