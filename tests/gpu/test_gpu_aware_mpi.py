@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from mpicomm.backend.gpu.transport import GPUDirect
 from mpicomm.backend.transfer import mpi_calls
 from tests import accelerator as emulated
 from tests.gpu import fuzz
+from tests.gpu.test_late_device import KERNEL_SECONDS, Busy, busy, seconds_since  # noqa: F401  a fixture
 from tests.gpu.test_tensors import (  # noqa: F401  tests that this module repeats
     test_an_operation_waits_for_the_callers_stream,
     test_ddp_is_equal_to_one_process,
@@ -61,6 +63,17 @@ def group(world: mpicomm.World, device: torch.device) -> Iterator[Group]:
         assert isinstance(handle._executor.transport, GPUDirect)
         yield Group(handle, world.rank, world.size, list(range(world.size)))
         dist.destroy_process_group(handle)
+
+
+def test_an_asynchronous_operation_does_not_wait_for_later_work(group: Group, busy: Busy) -> None:  # noqa: F811
+    """The thread that runs it synchronises its own stream, not that of the program."""
+    start = time.perf_counter()
+    work = dist.all_reduce(busy.later, group=group.handle, async_op=True)
+    for _ in range(8):
+        busy.content.add_(1)
+    work.wait()  # type: ignore[union-attr]
+    assert seconds_since(start) < 4 * KERNEL_SECONDS
+    assert busy.later[-1].item() == sum(range(1, group.size + 1))
 
 
 def test_random_operations(world: mpicomm.World, group: Group) -> None:

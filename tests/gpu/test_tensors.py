@@ -183,6 +183,16 @@ def test_a_graph_is_refused(group: Group, device: torch.device, alone: None) -> 
     assert tensor.tolist() == [group.size] * 4
 
 
+def test_the_current_device_stays_the_current_one(group: Group, device: torch.device, alone: None) -> None:
+    if accelerator.count() == 1:
+        pytest.skip("needs two GPUs")
+    other = accelerator.device_at((device.index + 1) % accelerator.count())
+    tensor = torch.full((CHUNK,), group.rank + 1.0, device=other)
+    dist.all_reduce(tensor, group=group.handle)
+    assert accelerator.current_device() == device
+    assert tensor[-1].item() == sum(range(1, group.size + 1))
+
+
 def test_objects_and_barrier(group: Group) -> None:
     gathered: list[object] = [None] * group.size
     dist.all_gather_object(gathered, {"rank": group.rank}, group=group.handle)

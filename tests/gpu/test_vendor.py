@@ -23,9 +23,11 @@ import mpicomm
 from mpicomm import torch_compatibility, torch_internals
 from mpicomm.backend import registration
 from mpicomm.devices import vendors
+from mpicomm.devices.accelerator import end_of_work
 from mpicomm.recorder import flight_recorder, stream_queue
 from tests import accelerator
 from tests.accelerator import recording
+from tests.gpu.test_tensors import keep_busy
 
 EXTRA_SECONDS = 30
 """Added to the timeout of the vendor's backend, so that the watchdog of mpicomm reports first."""
@@ -325,6 +327,20 @@ def test_tensors_of_the_host_take_mpi(group: dist.ProcessGroup, device: torch.de
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [group.size()] * 3
     assert methods_of(group) == []
+
+
+def test_a_barrier_waits_for_the_current_stream(group: dist.ProcessGroup, device: torch.device) -> None:
+    content = torch.zeros(1, device=device)
+    torch.accelerator.synchronize()
+    with contextlib.ExitStack() as stack:
+        if device.type == accelerator.NAME:
+            accelerator.configure(kernel_seconds=0.5)
+            stack.callback(accelerator.configure)
+        keep_busy(device)
+        content.add_(1)
+        end = end_of_work(device)
+        dist.barrier(group)
+        assert end.query()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -43,6 +43,20 @@ MUTANTS = [
         "The stream of the copies remains the current one of the caller's thread.",
     ),
     _on_the_device(
+        "accelerator.on_stream",
+        "torch.accelerator.set_device_index(device)",
+        "pass",
+        "After an operation on a tensor of another GPU, that GPU is the current one of the caller's thread.",
+        "tests/gpu/test_tensors.py -k current_device",
+    ),
+    _on_the_device(
+        "ThreadDevice.enter",
+        "torch.accelerator.set_stream(self.stream)",
+        "pass",
+        "An asynchronous operation waits for all work that the program queues on the GPU after it.",
+        f"{ADDRESSES} -k later_work",
+    ),
+    _on_the_device(
         "_Part.__init__",
         "self._mark = mover.mark()",
         "self._mark = None if mover.is_host else torch.Event(tensor.device)",
@@ -231,6 +245,14 @@ MUTANTS = [
         new="False",
         fault="The copy of a received message becomes a part of the CUDA graph that its caller captures.",
         tests="tests/unit/test_posting_queue.py -k completes_no_message",
+    ),
+    # -- beside a vendor's library --------------------------------------------------------------------------
+    _on_the_device(
+        "CompositeProcessGroup.barrier",
+        "torch.accelerator.current_stream().synchronize()",
+        "pass",
+        "A barrier returns before the GPU has finished the work of the ranks.",
+        "tests/gpu/test_vendor.py -k barrier",
     ),
     # -- thread_device.py, vendors.py -----------------------------------------------------------------------
     Mutant(
