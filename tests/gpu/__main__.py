@@ -104,14 +104,20 @@ def _example(name: str, directory: str, backend: str) -> list[list[str]]:
 
 def run(commands: Commands, log: Path) -> Result:
     """Run the commands of a part; write their output to a file."""
-    start = time.monotonic()
-    outcomes = [run_within(SECONDS, command, cwd=ROOT) for command in commands]
-    seconds = time.monotonic() - start
-    output = "".join(f"{outcome.stdout}\n{outcome.stderr}\nexit status {outcome.status}\n" for outcome in outcomes)
-    log.write_text(output)
-    texts = [shlex.join(["python" if word == sys.executable else word for word in command]) for command in commands]
+    start, statuses, output = time.monotonic(), [], ""
+    for command in commands:
+        outcome = run_within(SECONDS, command, cwd=ROOT)
+        statuses.append(outcome.status)
+        output += f"{outcome.stdout}\n{outcome.stderr}\nexit status {outcome.status}\n"
+        log.write_text(output)
     summary = list(dict.fromkeys(_SUMMARY.findall(output)))
-    return Result(texts, [outcome.status for outcome in outcomes], round(seconds, 1), summary)
+    return Result([_shown(command) for command in commands], statuses, round(time.monotonic() - start, 1), summary)
+
+
+def _shown(command: Sequence[str]) -> str:
+    """Return a command without the paths of this machine."""
+    words = [Path(word).name if word.startswith("/") else word for word in command]
+    return shlex.join(["python" if word.startswith("python3") else word for word in words])
 
 
 def main() -> int:
@@ -133,14 +139,15 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             futures = {
-                name: pool.submit(run, commands, logs / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.log")
+                pool.submit(run, commands, logs / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.log"): name
                 for name, commands in chosen.items()
             }
             results = {}
-            for name, future in futures.items():
-                results[name] = future.result()
-                end = "passed" if results[name].is_good else f"FAILED: exit statuses {results[name].statuses}"
-                print(f"{name}: {end} ({results[name].seconds:.0f} s); {'; '.join(results[name].summary)}", flush=True)
+            for future in concurrent.futures.as_completed(futures):
+                name, result = futures[future], future.result()
+                results[name] = result
+                end = "passed" if result.is_good else f"FAILED: exit statuses {result.statuses}"
+                print(f"{name}: {end} ({result.seconds:.0f} s); {'; '.join(result.summary)}", flush=True)
     if options.write:
         _write(options.write, results)
     return 0 if all(result.is_good for result in results.values()) else 1
@@ -149,7 +156,7 @@ def main() -> int:
 def _write(directory: Path, results: dict[str, Result]) -> None:
     kind, library = accelerator.device_type() or "emulated", mpi.library()
     is_gpu_aware = any(probe.answers_yes(query) for query in vendors.vendor().mpi_queries)
-    gpus = {
+    devices = {
         "type": kind,
         "names": [accelerator.device_name(torch.device(kind, index)) for index in range(accelerator.count())],
         "GPU-aware MPI": is_gpu_aware,
@@ -158,8 +165,8 @@ def _write(directory: Path, results: dict[str, Result]) -> None:
     name = "-".join(["gpu-tests", kind, rank_results.mpi_name(library.vendor), *["gpu-aware"] * is_gpu_aware])
     what = "ends of programs on GPUs that their ranks may share"
     head = job_info.description(what, shlex.join(["python", "-m", "tests.gpu", *sys.argv[1:]]))
-    parts = {name: dataclasses.asdict(result) for name, result in results.items()}
-    result_files.write(directory / f"{name}.json", {**head, "GPUs": gpus, "parts": parts})
+    parts = {name: dataclasses.asdict(results[name]) for name in sorted(results)}
+    result_files.write(directory / f"{name}.json", {**head, "devices": devices, "parts": parts})
 
 
 if __name__ == "__main__":
