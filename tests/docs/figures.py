@@ -189,14 +189,14 @@ def _gpus() -> str:
     rows = []
     for path in sorted(_RESULTS.glob("gpu-tests-*.json")):
         result = json.loads(path.read_text())
-        gpus, versions, parts = result["GPUs"], result["versions"], result["parts"]
+        devices, versions, parts = result["devices"], result["versions"], result["parts"]
         name, version = next((name, version) for name, version in versions.items() if "MPI" in name)
         good = sum(not any(part["statuses"]) for part in parts.values())
-        names = ", ".join(sorted(set(gpus["names"])))
-        is_aware = "yes" if gpus["GPU-aware MPI"] else "no"
+        names = ", ".join(sorted(set(devices["names"])))
+        is_aware = "yes" if devices.get("GPU-aware MPI") else "no"
         rows.append(
             (
-                f"{len(gpus['names'])} {names}",
+                f"{len(devices['names'])} {names}",
                 versions["torch"],
                 f"{name} {version}",
                 is_aware,
