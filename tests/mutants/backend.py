@@ -836,7 +836,7 @@ _divide(dense, self.divisor)
     ),
     Mutant(
         "CompositeProcessGroup._poll_of",
-        old="accelerator.record_event(accelerator.current_stream(device)).query",
+        old="accelerator.end_of_work(device).query",
         new="None",
         fault="Synchronous operations of NCCL have no timeout: they are recorded as ended at once.",
         tests="tests/gpu/test_vendor.py -k test_an_operation_is_recorded",

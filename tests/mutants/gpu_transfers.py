@@ -263,10 +263,10 @@ MUTANTS = [
         tests="tests/unit/test_gpus.py -k used_again",
     ),
     Mutant(
-        "ThreadDevice.enter",
-        old="torch.accelerator.set_stream(self.stream)",
-        new="torch.accelerator.set_stream(self.__dict__.pop('stream'))",
-        fault="The stream of a thread that runs operations is destroyed while it is the current one.",
+        "ThreadDevice.note",
+        old="vendors.vendor().own_stream(device, self)",
+        new="vendors.vendor().own_stream(device, type('Owner', (), {})())",
+        fault="Two threads that run operations have one stream of the GPU.",
         tests="tests/unit/test_gpus.py -k lasts",
     ),
     Mutant(
@@ -298,13 +298,6 @@ MUTANTS = [
         "accelerator.on_stream(None)",
         "An operation fuses its tensors in a buffer from which the results before it are still to be read.",
         "tests/gpu/test_horovod_streams.py -k another_stream",
-    ),
-    _on_the_device(
-        "GroupCalls.all_reduce",
-        "self.group.allreduce([tensor], self._reductions[op]).wait()",
-        "self.group.allreduce([tensor], self._reductions[op])",
-        "The result of a vendor's backend is read before it has arrived.",
-        "tests/gpu/test_horovod_streams.py -k vendor",
     ),
     _on_the_device(
         "Submission.wait_for_events",
