@@ -154,9 +154,8 @@ class SharedDevices(TorchFunctionMode):
     def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if function is torch.Tensor.cuda:
-            function = torch.Tensor.to
             device = kwargs.pop("device", None) if len(args) == 1 else args[1]
-            args = (args[0], self.kind if device is None else device, *args[2:])
+            return self._move(args[0], self.kind if device is None else device, *args[2:], **kwargs)
         if "device" in kwargs:
             kwargs["device"] = self.of(kwargs["device"])
         if function is torch.Tensor.to and len(args) > 1:
@@ -176,7 +175,20 @@ class SharedDevices(TorchFunctionMode):
         if label != "nccl":
             device = torch.device(self.kind, rank % self.count)
             for name in ("_build_tensor", "_build_multidim_tensor"):
-                setattr(module, name, _on_device(getattr(module, name), device))
+                setattr(module, name, self._on_device(getattr(module, name), device))
+
+    def _move(self, tensor: torch.Tensor, device: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return a tensor on a device, which has not computed the contents yet.
+
+        The host waits for copies of its memory, so without a kernel behind them no test would notice an operation that
+        does not wait for the tensor's stream.
+        """
+        moved = tensor.to(self.of(device), *args, **kwargs)
+        self.are_used |= moved.device.type == self.kind
+        return moved.clone() if tensor.is_cpu else moved
+
+    def _on_device(self, build: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: self._move(build(*args, **kwargs), device)
 
 
 @contextlib.contextmanager
@@ -185,10 +197,6 @@ def _until_all_have_read(temporary_file: Callable[[], contextlib.AbstractContext
     with temporary_file() as path:
         yield path
         dist.barrier()
-
-
-def _on_device(build: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
-    return lambda *args, **kwargs: build(*args, **kwargs).to(device)
 
 
 class _Torch(types.ModuleType):
