@@ -150,8 +150,6 @@ def _find_device(rank: int, visible: Sequence[Sequence[str]], owner: dict[str, i
     return False
 
 
-_ACCELERATORS = ("cuda", "hip", "hpu", "mps", "mtia", "privateuseone", "xpu")  # torch's, c10/core/DeviceType.h
-
 EXPECTED = Expected(
     "a device (a name such as 'cpu', a torch.device or the index of a GPU)",
     lambda value: isinstance(value, (str, int, torch.device)) and not isinstance(value, bool),
@@ -175,7 +173,7 @@ def parse(device: str | torch.device | int) -> torch.device:
     if requested.type == "cpu" and not isinstance(device, int):
         return torch.device("cpu")
     # Of the index of a GPU, torch without an accelerator makes a device on the CPU, which no process sees.
-    expected = ("cpu", own_type) if own_type else ("cpu", *_ACCELERATORS)
+    expected = ("cpu", own_type) if own_type else ("cpu", *vendors.DEVICE_TYPES)
     if requested.type not in expected:
         accelerator_name = own_type or "an accelerator"
         raise DeviceError(f"device must be on cpu or {accelerator_name}, got {device!r}.\n{_accepted(own_type)}")

@@ -17,6 +17,9 @@ import torch
 from mpicomm.devices import accelerator
 from mpicomm.launch import visible_devices
 
+DEVICE_TYPES = ("cuda", "hip", "hpu", "mps", "mtia", "privateuseone", "xpu")
+"""The types of devices that are accelerators: `isAccelerator` in c10/core/DeviceType.h of torch."""
+
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit synchronisation with the default stream
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

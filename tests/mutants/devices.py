@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     Mutant(
         "assignment.parse",
-        old="('cpu', *_ACCELERATORS)",
+        old="('cpu', *vendors.DEVICE_TYPES)",
         new="('cpu', requested.type)",
         fault="With a torch for CPUs, bootstrap(device='meta') reports that this process sees no GPU.",
         tests=f"{_DEVICES} -k no_accelerator",
