@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from mpicomm import torch_compatibility
+from mpicomm.devices import vendor_backends
 
 TYPE_CHECKING = False  # as in mpicomm/__init__.py
 if TYPE_CHECKING:
@@ -40,14 +41,12 @@ def register() -> None:
     if _is_registered or not dist.is_available():
         return
     _is_registered = True
-    from mpicomm.devices import accelerator
-
     _register(NAME, _create_mpi)
     if _name_mpi_is_free():
         _register("mpi", _create_mpi)
-    for vendor in accelerator.known_vendor_backends():
+    for vendor in vendor_backends.known():
         register_beside(vendor)
-    _set_device_types(accelerator.device_type())
+    _set_device_types(vendor_backends.device_type())
 
 
 def register_beside(vendor: str) -> str:

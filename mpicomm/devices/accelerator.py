@@ -10,15 +10,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.accelerator  # this module may be imported during torch's own import
-import torch.distributed as dist
 
-_HOST_BACKENDS = ("gloo", "mpi", "fake")  # torch has them for devices whose vendor has no library of its own
-
-
-def device_type() -> str | None:
-    """Return the device type of the accelerator for which this torch was built or extended; None without one."""
-    accelerator = torch.accelerator.current_accelerator()
-    return None if accelerator is None else accelerator.type
+from mpicomm.devices.vendor_backends import device_type as device_type  # noqa: PLC0414  a name of this module, too
 
 
 def is_available() -> bool:
@@ -70,24 +63,6 @@ def device_name(device: torch.device) -> str:
     """Return the product name of a device; empty if torch does not report it."""
     module = torch.get_device_module(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else ""
-
-
-def vendor_backend() -> str:
-    """Return this torch's accelerator and the backend of its vendor's library, such as `cuda:nccl`; empty without one.
-
-    Does not call the driver.
-    """
-    device = device_type()
-    backend = dist.Backend.default_device_backend_map.get(device or "")
-    if backend is None or backend in _HOST_BACKENDS or not dist.is_backend_available(backend):
-        return ""
-    return f"{device}:{backend}"
-
-
-def known_vendor_backends() -> list[str]:
-    """Return the backends of all vendors' libraries that torch knows, such as `cuda:nccl`, also those that it lacks."""
-    backends = dist.Backend.default_device_backend_map.items()
-    return [f"{device}:{backend}" for device, backend in backends if device != "cpu" and backend not in _HOST_BACKENDS]
 
 
 def peak_memory(device: torch.device) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mpicomm import agreement, mpi, native, topology
-from mpicomm.devices import accelerator, assignment
+from mpicomm.devices import accelerator, assignment, vendor_backends
 from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
 from mpicomm.job import plan, rendezvous, start_timer
 from mpicomm.job.plan import JoinedJob, Plan
@@ -103,7 +103,7 @@ def initialize(request: StartRequest, launch: Launch, settings: Settings) -> Int
 
 
 def _takes_gpu_tensors(request: StartRequest, settings: Settings) -> bool:
-    return plan.mpi_takes_gpu_tensors(request.backend, accelerator.vendor_backend(), settings.gpu_aware)
+    return plan.mpi_takes_gpu_tensors(request.backend, vendor_backends.of_this_torch(), settings.gpu_aware)
 
 
 def join(
@@ -137,7 +137,7 @@ def join(
     def collect() -> _Facts:
         _check_launch(launch)
         request.refuse_other_group()
-        usable, vendor = assignment.usable_devices(request.device), accelerator.vendor_backend()
+        usable, vendor = assignment.usable_devices(request.device), vendor_backends.of_this_torch()
         assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
         why_cpu = assignment.why_unusable(assigned)
         is_staged = bool(usable) and _takes_gpu_tensors(request, settings) and mpi.has_disabled_gpu_buffers()

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from mpicomm import arguments
-from mpicomm.devices import accelerator
+from mpicomm.devices import vendor_backends
 from mpicomm.topology import Topology
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class JoinedJob:
 def known_backends() -> list[str]:
     """Return the names of backends that `bootstrap` accepts: with each vendor's library that torch knows."""
     names = [AUTO, MPI, GLOO]
-    for vendor in accelerator.known_vendor_backends():
+    for vendor in vendor_backends.known():
         names += [vendor.partition(":")[2], beside_vendor(MPI, vendor), beside_vendor(GLOO, vendor)]
     return names
 

@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mpicomm import missing_ranks, open_files, topology
 from mpicomm.arguments import PORT
-from mpicomm.devices import accelerator, assignment
+from mpicomm.devices import accelerator, assignment, vendor_backends
 from mpicomm.errors import LaunchError, RendezvousError, raised_on_all_ranks
 from mpicomm.job import plan, start_timer
 from mpicomm.job.plan import JoinedJob, Plan
@@ -50,7 +50,7 @@ def join(request: StartRequest, launch: Launch, hang_seconds: float) -> JoinedJo
     accelerator.select(device)
     if rank == 0:
         _warn(request, launch)
-    has_device, vendor = device.type != "cpu", accelerator.vendor_backend()
+    has_device, vendor = device.type != "cpu", vendor_backends.of_this_torch()
     backend = plan.choose_backend(request.backend, has_mpi=False, gpu_each=has_device, vendor=vendor)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return JoinedJob(

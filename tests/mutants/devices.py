@@ -96,14 +96,14 @@ MUTANTS = [
     ),
     # -- the backend of the vendor --------------------------------------------------------------------------
     Mutant(
-        "vendor_backend",
+        "vendor_backends.of_this_torch",
         old="not dist.is_backend_available(backend)",
         new="False",
         fault="bootstrap() selects NCCL although torch was built without it.",
         tests=f"{_BACKENDS} -k vendors_backend",
     ),
     Mutant(
-        "vendor_backend",
+        "vendor_backends.of_this_torch",
         old="backend in _HOST_BACKENDS",
         new="False",
         fault="Gloo counts as the library of a vendor.",
@@ -231,7 +231,7 @@ MUTANTS = [
     ),
     Mutant(
         "mpi_job._takes_gpu_tensors",
-        old="plan.mpi_takes_gpu_tensors(request.backend, accelerator.vendor_backend(), settings.gpu_aware)",
+        old="plan.mpi_takes_gpu_tensors(request.backend, vendor_backends.of_this_torch(), settings.gpu_aware)",
         new="True",
         fault="MPI supports GPU buffers beside NCCL, which can deadlock.",
         tests="tests/launch/test_gpu_start.py -k vendor",

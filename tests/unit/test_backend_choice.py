@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm.backend import registration
-from mpicomm.devices import accelerator
+from mpicomm.devices import vendor_backends
 from mpicomm.job import plan
 
 CONCRETE = ["mpi", "gloo", *(name for name in plan.known_backends() if "ccl" in name)]
@@ -136,7 +138,7 @@ def test_the_vendors_backend_of_this_torch(
 ) -> None:
     simulate(monkeypatch, device_type)
     monkeypatch.setattr(dist, "is_backend_available", lambda backend: backend in libraries)
-    assert accelerator.vendor_backend() == vendor
+    assert vendor_backends.of_this_torch() == vendor
 
 
 @pytest.mark.usefixtures("tables")
@@ -144,10 +146,10 @@ def test_the_backend_of_an_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extension registers its backend after this package: it is then the default of its device."""
     simulate(monkeypatch, "privateuseone")
     registration.update_device_types()
-    assert accelerator.vendor_backend() == ""
+    assert vendor_backends.of_this_torch() == ""
     dist.Backend.register_backend("fancyccl", lambda *_: None, devices=["privateuseone"])
     assert dist.get_default_backend_for_device("privateuseone") == "fancyccl"
-    assert accelerator.vendor_backend() == "privateuseone:fancyccl"
+    assert vendor_backends.of_this_torch() == "privateuseone:fancyccl"
     plan.check_backend("cpu:mpi,privateuseone:fancyccl")
     for _ in range(2):
         assert registration.register_beside("privateuseone:fancyccl") == "mpicomm_fancyccl"
@@ -178,3 +180,8 @@ def test_the_device_types_of_a_build(
     monkeypatch.setattr(registration, "_names", [])
     registration.register()
     assert dist.Backend.backend_capability["mpicomm"] == device_types
+
+
+def test_torch_is_imported_first_by_a_module_that_its_import_needs() -> None:
+    """torch.distributed, in the middle of torch's own import, makes mpicomm register its backends."""
+    subprocess.run([sys.executable, "-c", "import mpicomm.devices.accelerator"], check=True, timeout=120)
