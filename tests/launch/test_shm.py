@@ -93,7 +93,7 @@ def test_a_missing_library_matters_to_ranks_of_one_node_that_use_mpi(
     backend: str, nodes_of_ranks: list[int], warns: int
 ) -> None:
     facts = [
-        mpi_job._Facts("host", node, {}, {}, {}, "", None, lacks_gpu_buffers=False, lacks_library=True)
+        mpi_job._Facts("host", node, {}, {}, {}, False, "", None, lacks_gpu_buffers=False, lacks_library=True)
         for node in nodes_of_ranks
     ]
     assert len(mpi_job._warnings(facts, backend)) == warns
