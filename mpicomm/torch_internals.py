@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 
 from mpicomm import host_info, torch_compatibility
-from mpicomm.devices import accelerator, vendors
+from mpicomm.devices import accelerator, vendor_backends
 
 __all__ = [  # of torch
     "AllToAllOptions",
@@ -323,7 +323,7 @@ def register_backend(group: dist.ProcessGroup, run: _Run) -> Backend | None:
     # this one for the tensors of such a vendor's backend.
     kind = dist.ProcessGroup.BackendType.MPI
     backend = _RegisteredBackend(group, run)
-    for device in filter(None, ("cpu", accelerator.device_type())):
+    for device in filter(None, ("cpu", vendor_backends.device_type())):
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
     return backend
@@ -478,9 +478,10 @@ def name_in_this_torch(name: str) -> str:
     return name if hasattr(dist.ProcessGroup, name) else RENAMED.get(name, name)
 
 
-def is_capturing(tensor: torch.Tensor) -> bool:
-    """Return whether the current stream of the tensor's GPU captures a graph instead of running its work."""
-    return not tensor.is_cpu and vendors.vendor().is_capturing()
+def wait_for(work: dist.Work | None) -> None:
+    """Wait for an operation; NCCL and XCCL return no work for a synchronous one, for which the stream waits."""
+    if work is not None:
+        work.wait()
 
 
 def hide_from_compiler(kind: type) -> None:

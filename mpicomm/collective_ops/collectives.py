@@ -95,7 +95,7 @@ def _barrier_within(group: Any, seconds: float | None) -> None:
     options.asyncOp = False
     if seconds is not None:
         options.timeout = datetime.timedelta(seconds=seconds)
-    group.barrier(options).wait()
+    torch_internals.wait_for(group.barrier(options))
 
 
 @overload

@@ -52,19 +52,18 @@ class DataOperations:
         by_kind: dict[str, list[Ready]] = {}
         for item in items:
             if item.error:
-                _finish(item, error=HorovodInternalError(item.error))
+                _fail(item, HorovodInternalError(item.error))
             else:
                 by_kind.setdefault(item.signature.kind, []).append(item)
         with torch.no_grad():
             for kind, ready in by_kind.items():
-                for item in ready:
-                    if item.submission is not None and item.submission.events:
-                        item.submission.wait_for_events([*item.submission.tensors, *item.submission.outputs])
                 try:
+                    for item in ready:
+                        _wait_for_inputs(item)
                     self._runners[kind](ready)
                 except Exception as error:  # noqa: BLE001  a submission that is not finished would be awaited forever
                     for item in ready:
-                        _finish(item, error=error)
+                        _fail(item, error)
 
     # -- reductions ------------------------------------------------------------------------------------------------
 
@@ -175,11 +174,21 @@ def _own(item: Ready) -> Submission:
     return item.submission
 
 
-def _finish(item: Ready, result: Sequence[Any] = (), error: Exception | None = None) -> None:
+def _wait_for_inputs(item: Ready) -> None:
+    if item.submission is not None and item.submission.events:
+        item.submission.wait_for_events([*item.submission.tensors, *item.submission.outputs])
+
+
+def _finish(item: Ready, result: Sequence[Any] = ()) -> None:
     if item.submission is not None:
         if item.submission.events:
             item.submission.record_events(result)
-        item.submission.finish(result, error)
+        item.submission.finish(result)
+
+
+def _fail(item: Ready, error: Exception) -> None:
+    if item.submission is not None and not item.submission.is_done:
+        item.submission.finish(error=error)
 
 
 def _pairs(item: Ready) -> list[Pair]:
@@ -264,8 +273,7 @@ def _reduce_by_adasum(parts: Sequence[torch.Tensor], whole: torch.Tensor, group:
         partner = rank ^ distance
         sent = dist.isend(whole, group=group, group_dst=partner)
         dist.recv(received, group=group, group_src=partner)
-        if sent is not None:
-            sent.wait()
+        torch_internals.wait_for(sent)
         counts = [part.numel() for part in parts]
         for part, other in zip(parts, received.view(-1).split(counts), strict=True):
             part.copy_(_combined(part, other.view(part.shape)))

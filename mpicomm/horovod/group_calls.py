@@ -16,6 +16,7 @@ from mpicomm.torch_internals import (
     AllToAllOptions,
     BroadcastOptions,
     ReduceScatterOptions,
+    wait_for,
 )
 
 _TORCH_OPS: dict[int, Any] = {
@@ -53,23 +54,23 @@ class GroupCalls:
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         """Reduce a tensor in place; `op` is one of Horovod's constants."""
-        _wait(self.group.allreduce([tensor], self._reductions[op]))
+        wait_for(self.group.allreduce([tensor], self._reductions[op]))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy the root's tensor to all ranks, in place."""
-        _wait(self.group.broadcast([tensor], self._broadcasts[root]))
+        wait_for(self.group.broadcast([tensor], self._broadcasts[root]))
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
         """Concatenate tensors of equal size."""
-        _wait(self._all_gather_single(output, source, self._gather))
+        wait_for(self._all_gather_single(output, source, self._gather))
 
     def all_gather_list(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> None:
         """Gather tensors, whose sizes may differ."""
-        _wait(self.group.allgather([list(outputs)], [source], self._gather))
+        wait_for(self.group.allgather([list(outputs)], [source], self._gather))
 
     def reduce_scatter(self, output: torch.Tensor, sources: Sequence[torch.Tensor], op: int) -> None:
         """Reduce a list with one tensor for each rank, whose sizes may differ; each rank receives its own."""
-        _wait(self.group.reduce_scatter([output], [list(sources)], self._scatters[op]))
+        wait_for(self.group.reduce_scatter([output], [list(sources)], self._scatters[op]))
 
     def all_to_all(
         self,
@@ -79,7 +80,7 @@ class GroupCalls:
         source_splits: Sequence[int] = (),
     ) -> None:
         """Send each rank its rows of a tensor, and receive rows from all ranks; by default in equal parts."""
-        _wait(self._all_to_all_single(output, source, list(output_splits), list(source_splits), self._to_all))
+        wait_for(self._all_to_all_single(output, source, list(output_splits), list(source_splits), self._to_all))
 
     # -- numbers and text ------------------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class GroupCalls:
             self._memory = bytearray(num_bytes)
             self._words = torch.frombuffer(self._memory, dtype=torch.int64)
         self._memory[:] = value.to_bytes(num_bytes, "little")
-        _wait(self.group.allreduce([self._words], self._and))
+        wait_for(self.group.allreduce([self._words], self._and))
         return int.from_bytes(self._memory, "little")
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -116,12 +117,6 @@ class GroupCalls:
         received = torch.empty_like(sent)
         self.all_to_all(received, sent)
         return received.tolist()
-
-
-def _wait(work: dist.Work | None) -> None:
-    """Wait for a synchronous operation, for which NCCL and XCCL return no work: the current stream waits for it."""
-    if work is not None:
-        work.wait()
 
 
 def _options(kind: type, **fields: Any) -> Any:

@@ -14,7 +14,21 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "group_calls._wait",
+        "DataOperations.run",
+        old="by_kind.setdefault(item.signature.kind, []).append(item)",
+        new="_wait_for_inputs(item)\nby_kind.setdefault(item.signature.kind, []).append(item)",
+        fault="The caller of an operation on a GPU that has failed waits forever.",
+        tests="tests/horovod/test_fusion.py -k input_failed",
+    ),
+    Mutant(
+        "data_operations._fail",
+        old="not item.submission.is_done",
+        new="True",
+        fault="An error replaces the results of operations that are complete.",
+        tests="tests/horovod/test_fusion.py -k results_of_other",
+    ),
+    Mutant(
+        "torch_internals.wait_for",
         old="work is not None",
         new="True",
         fault="With NCCL, which returns no work for synchronous operations, every operation fails.",

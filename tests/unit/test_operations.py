@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import inspect
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,11 +16,20 @@ from mpicomm import torch_internals
 from mpicomm.backend.composite import CompositeProcessGroup
 from mpicomm.backend.operations import TABLE
 from mpicomm.backend.process_group import MPIProcessGroup
+from mpicomm.collective_ops import collectives
 
 ONES, OTHER = torch.ones(2), torch.zeros(2)
 SECONDS = datetime.timedelta(seconds=7)
 MAX = dist.ReduceOp.MAX
 OPERATIONS = {operation.method: operation for operation in TABLE}
+
+
+def test_a_barrier_that_returns_no_work() -> None:
+    """NCCL and XCCL return None for a synchronous operation."""
+    group = mock.Mock()
+    group.barrier.return_value = None
+    collectives._barrier_within(group, None)
+    assert not group.barrier.mock_calls[0].args[0].asyncOp
 
 
 def bind(method: str, *args: Any, **keywords: Any) -> tuple[dict[str, Any], Any]:
