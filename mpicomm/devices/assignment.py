@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from mpicomm.arguments import Expected
-from mpicomm.devices import accelerator, vendors
+from mpicomm.devices import accelerator, counting, vendor_backends, vendors
 from mpicomm.errors import DeviceError
-from mpicomm.launch.visible_devices import hiding
+from mpicomm.launch.visible_devices import VARIABLES, hiding
 
 
 def visible_devices() -> list[str]:
@@ -58,13 +58,20 @@ def why_unusable(assigned: str | None) -> str | None:
     """
     if assigned is None or accelerator.is_available():
         return None
-    is_built = accelerator.device_type() is not None
-    vendor = vendors.vendor() if is_built else vendors.of_variable(assigned.partition("=")[0])
+    is_built = vendor_backends.device_type() is not None
+    vendor = vendors.vendor() if is_built else _vendor_of_assigned(assigned)
     if hiding(vendor.visible_variables, os.environ):  # `assigned` may be another vendor's variable
         return None
     reason = "finds no working driver" if is_built else f"was built without {vendor.name}"
     remedy = f"Run `{vendor.driver_check}` in the job" if is_built else f"Install a torch with {vendor.name}"
     return f"{assigned} assigns GPUs, but torch {torch.__version__} {reason}. {remedy}."
+
+
+def _vendor_of_assigned(variable: str) -> vendors.Vendor:
+    """Return the vendor of this host's GPUs: Slurm sets the variables of all vendors."""
+    on_host = counting.count({}).vendor
+    name = VARIABLES[on_host][0] if on_host else variable.partition("=")[0]
+    return vendors.of_variable(name)
 
 
 def usable_devices(device: str | torch.device | int | None) -> dict[str, int]:
@@ -165,7 +172,7 @@ def parse(device: str | torch.device | int) -> torch.device:
         DeviceError: If this process has no such device, or torch has another type of accelerator.
     """
     EXPECTED.check(device, "device")
-    own_type = accelerator.device_type()
+    own_type = vendor_backends.device_type()
     try:
         requested = torch.device(own_type or "cpu", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError as error:
@@ -235,8 +242,10 @@ def refuse_shared(
         users[hosts[rank], identity].append(rank)
     for (host, identity), ranks in users.items():
         if len(ranks) > 1 and not may_share:
+            variable = vendors.vendor().sharing_variable
+            permission = f" To let {library} share GPUs (NCCL 2.30 or newer), set {variable}=1." if variable else ""
             raise DeviceError(
                 f"ranks {', '.join(map(str, ranks))} on {host} share one GPU ({identity}), which {library} does not "
                 f"allow.\n"
-                f"Start one rank per GPU, or use backend='mpi'."
+                f"Start one rank per GPU, or use backend='mpi'.{permission}"
             )

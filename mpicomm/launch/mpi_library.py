@@ -79,8 +79,9 @@ OPEN_MPI = Implementation(
     binding_variables=("OMPI_MCA_hwloc_base_binding_policy", "PRTE_MCA_hwloc_default_binding_policy"),
     root_environ={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     srun_types=("pmix",),
-    no_gpu_environ={"OMPI_MCA_accelerator": "null", "OMPI_MCA_opal_cuda_support": "0"},  # Open MPI 5; Open MPI 4
+    no_gpu_environ={"OMPI_MCA_accelerator": "null"},
 )
+OPEN_MPI_4 = dataclasses.replace(OPEN_MPI, no_gpu_environ={"OMPI_MCA_opal_cuda_support": "0"})
 MPICH = Implementation(
     "MPICH",
     commands=("mpiexec.mpich", "mpiexec", "mpiexec.hydra"),
@@ -144,6 +145,8 @@ class Library:
         """The description of the implementation; an unknown one is taken for a derivative of MPICH."""
         if "CRAY" in self.description.upper():
             return CRAY_MPICH
+        if self.vendor == "Open MPI" and not self.lacks_pmi():
+            return OPEN_MPI_4
         return next((known for known in IMPLEMENTATIONS if known.vendor == self.vendor), Implementation(self.vendor))
 
     @property

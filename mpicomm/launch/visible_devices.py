@@ -37,7 +37,7 @@ _ENTRY = re.compile(r"\s*(?:\+?(?P<index>\d+)|GPU-\S+)")
 def assigning(environ: Mapping[str, str]) -> str | None:
     """Return the first variable that selects devices of a vendor, as `name=value`; None if no variable does."""
     shown = [name for names in VARIABLES.values() if not hiding(names, environ) for name in names]
-    return next((f"{name}={environ[name]}" for name in shown if environ.get(name)), None)
+    return next((f"{name}={environ[name]}" for name in shown if environ.get(name, "") not in _NO_DEVICES), None)
 
 
 def hiding(names: Sequence[str], environ: Mapping[str, str]) -> str | None:

@@ -54,7 +54,7 @@ MUTANTS = [
     ),
     Mutant(
         "why_unusable",
-        old="vendors.vendor() if is_built else vendors.of_variable(assigned.partition('=')[0])",
+        old="vendors.vendor() if is_built else _vendor_of_assigned(assigned)",
         new="vendors.vendor()",
         fault="On an AMD node with a torch for CPUs, the message names no vendor.",
         tests=f"{_DEVICES} -k test_why_an_assigned_gpu",
@@ -167,8 +167,8 @@ MUTANTS = [
     ),
     Mutant(
         "update_device_types",
-        old="accelerator.device_type() if accelerator.is_available() else None",
-        new="accelerator.device_type()",
+        old="vendor_backends.device_type() if accelerator.is_available() else None",
+        new="vendor_backends.device_type()",
         fault="Without a GPU, a ShardedTensor's gather requests CUDA.",
         tests=f"{_BACKENDS} -k device_types",
     ),

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.devices import accelerator, assignment, vendors
+from mpicomm.devices import accelerator, assignment, counting, vendor_backends, vendors
 from mpicomm.errors import DeviceError
+from mpicomm.launch.visible_devices import AMD, INTEL
 
 NODE = [f"GPU-{index}" for index in range(4)]
 subsets = st.lists(st.sampled_from(NODE), unique=True)
@@ -77,7 +78,7 @@ class WithUUIDs(vendors.Vendor):
 
 def simulate(monkeypatch: pytest.MonkeyPatch, device_type: str | None, *uuids: str) -> None:
     """Make torch report an accelerator that has one device for each UUID; None for a torch without one."""
-    monkeypatch.setattr(accelerator, "device_type", lambda: device_type)
+    monkeypatch.setattr(vendor_backends, "device_type", lambda: device_type)
     monkeypatch.setattr(accelerator, "is_available", lambda: bool(uuids))
     monkeypatch.setattr(accelerator, "count", lambda: len(uuids))
     monkeypatch.setattr(vendors, "vendor", lambda: WithUUIDs(*uuids))
@@ -135,7 +136,7 @@ def test_the_identities_of_devices_without_uuids(environ: dict[str, str], identi
 def test_the_uuid_of_an_extensions_device(
     module: types.SimpleNamespace, uuid: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accelerator, "device_type", lambda: "npu")
+    monkeypatch.setattr(vendor_backends, "device_type", lambda: "npu")
     monkeypatch.setattr(torch, "get_device_module", {"npu": module}.get)
     assert vendors.Vendor().uuid(1) == uuid
     assert accelerator.device_name("npu") == ""
@@ -223,7 +224,13 @@ def test_ranks_with_a_gpu_each_are_accepted(size: int) -> None:
 def test_the_host_on_which_a_gpu_is_shared_is_named() -> None:
     with pytest.raises(DeviceError, match=r"^ranks 2, 3 on y share one GPU \(GPU-0\), which XCCL does not") as caught:
         assignment.refuse_shared(["GPU-0", "GPU-1", "GPU-0", "GPU-0"], ["x", "x", "y", "y"], "XCCL")
-    assert "backend='mpi'" in str(caught.value)
+    assert str(caught.value).endswith("backend='mpi'.")
+
+
+def test_the_variable_with_which_nccl_shares_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vendors, "vendor", vendors.CUDA)
+    with pytest.raises(DeviceError, match=r"\(NCCL 2\.30 or newer\), set NCCL_MULTI_RANK_GPU_ENABLE=1\.$"):
+        assignment.refuse_shared(["GPU-0", "GPU-0"], ["x", "x"], "NCCL")
 
 
 @pytest.mark.parametrize(
@@ -251,6 +258,13 @@ def test_why_an_assigned_gpu_cannot_be_used(
         assert assignment.why_unusable(assigned) is None
     simulate(monkeypatch, "xpu", "GPU-0")
     assert assignment.why_unusable(assigned) is None
+
+
+def test_the_vendor_of_the_host_counts_where_slurm_sets_all_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch, None)
+    for vendor, title in ((AMD, "ROCm"), (INTEL, "XPU"), (None, "CUDA")):
+        monkeypatch.setattr(counting, "count", lambda _environ, vendor=vendor: counting.Accelerators(vendor, 1))
+        assert f"Install a torch with {title}." in assignment.why_unusable("CUDA_VISIBLE_DEVICES=0")
 
 
 def test_the_command_that_checks_the_driver_of_each_vendor() -> None:

@@ -292,6 +292,7 @@ def test_an_lsf_allocation() -> None:
         ({"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": "4"}, None),  # HIP reads both
         ({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "4"}, "HIP_VISIBLE_DEVICES=4"),  # in its place
         ({"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "0"}, "ZE_AFFINITY_MASK=0"),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles", "ZE_AFFINITY_MASK": "NoDevFiles"}, None),  # Slurm, without GPUs
         ({"ZE_AFFINITY_MASK": "0.1"}, "ZE_AFFINITY_MASK=0.1"),
         ({"ZE_AFFINITY_MASK": "", "SLURM_STEP_GPUS": "4"}, "SLURM_STEP_GPUS=4"),  # an empty mask selects all
         ({}, None),
@@ -693,7 +694,8 @@ def test_variables_that_the_user_names_are_forwarded_too() -> None:
 @pytest.mark.parametrize(
     ("library", "vendor", "loaded", "enabled", "disabled"),
     [
-        (OPEN_MPI, NVIDIA, "", {}, {"OMPI_MCA_accelerator": "null", "OMPI_MCA_opal_cuda_support": "0"}),
+        (OPEN_MPI, NVIDIA, "", {}, {"OMPI_MCA_accelerator": "null"}),
+        (Library("Open MPI", "4.1.4"), NVIDIA, "", {}, {"OMPI_MCA_opal_cuda_support": "0"}),
         (MPICH, AMD, "", {"MPIR_CVAR_ENABLE_GPU": "1"}, {"MPIR_CVAR_ENABLE_GPU": "0"}),
         (CRAY, AMD, "/opt/cray/lib/libmpi_gnu.so\n", {}, {"MPICH_GPU_SUPPORT_ENABLED": "0"}),
         (
