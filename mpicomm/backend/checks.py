@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mpicomm import torch_internals
 from mpicomm.backend.transfer import buffers, dtypes, mpi_calls
-from mpicomm.devices import accelerator, vendors
+from mpicomm.devices import vendor_backends, vendors
 from mpicomm.errors import MpicommError
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def require_storage(value: torch.Tensor, operation: str) -> torch.Tensor:
 
 def require_known_device(value: torch.Tensor, operation: str) -> torch.Tensor:
     """Return a tensor if this backend supports its device."""
-    if not value.is_cpu and value.device.type != accelerator.device_type():
+    if not value.is_cpu and value.device.type != vendor_backends.device_type():
         raise ValueError(
             f"{operation}: expected a tensor on the CPU or a GPU, got one on {value.device}.\n"
             f"Move it with tensor.cpu() first."
@@ -98,7 +98,7 @@ def require_known_device(value: torch.Tensor, operation: str) -> torch.Tensor:
 
 def require_no_graph_capture(value: torch.Tensor) -> None:
     """Check that no capture of a graph, such as a CUDA graph, is in progress on the tensor's stream."""
-    if torch_internals.is_capturing(value):
+    if vendors.is_capturing(value.device):
         graph, kind = f"{vendors.vendor().name} graph", value.device.type
         backend = dist.get_default_backend_for_device(kind)
         raise MpicommError(

@@ -45,6 +45,7 @@ class CompositeProcessGroup(MPIProcessGroup):
         self._inner = inner
         self._stream = StreamQueue(executor.record, prepare_thread_for_events)
         self._batched: list[Operation] | None = None  # in an open batch of the vendor's backend
+        self._is_connected = False  # whether the vendor's backend has certainly created its communicator
         # C++ code, such as that of symmetric memory, takes the vendor's backend from the group that the user has.
         torch_internals.share_backend(inner, self, torch.device(device_type))
 
@@ -75,16 +76,19 @@ class CompositeProcessGroup(MPIProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self._inner._get_backend(device) if self._is_inner(device) else super()._get_backend(device)
 
+    def splitGroup(self, ranks: Sequence[int], *args: Any, **kwargs: Any) -> MPIProcessGroup | None:  # noqa: N802
+        """Create a group of some ranks of this group (collective over all ranks); the arguments are torch's."""
+        if torch_compatibility.torch_version() < (2, 14):  # torch sorts them, but not on all ranks before this call
+            ranks = sorted(ranks)
+        return super().splitGroup(ranks, *args, **kwargs)
+
+    split_group = splitGroup
+
     def _split_inner(self, members: list[int], name: str, seconds: float, opts: Any) -> dist.ProcessGroup | None:
         if not torch_internals.CAN_SPLIT:
             raise NotImplementedError(
                 "split_group: this torch cannot split a group with GPUs; expected torch 2.9 or newer.\n"
                 "Create the group with torch.distributed.new_group()."
-            )
-        if torch_compatibility.torch_version() < (2, 14) and members != sorted(members):
-            raise ValueError(  # torch sorts the ranks of its group
-                f"split_group: before torch 2.14, the ranks must be in ascending order in a group with GPUs, "
-                f"got {members}.\nPass {sorted(members)}."
             )
         self._connect()
         timeout = torch_internals.with_extra_timeout(datetime.timedelta(seconds=seconds))
@@ -93,13 +97,15 @@ class CompositeProcessGroup(MPIProcessGroup):
         return self._inner.split_group(members, timeout=timeout, opts=options, group_name=name)  # type: ignore[arg-type]
 
     def _connect(self) -> None:
-        """Let the vendor's backend create its communicator, by a small operation (collective).
+        """Let the vendor's backend create its communicator, by a small operation before the first split (collective).
 
         NCCL does so in its first collective. A split before it crashes the ranks outside of the new group, and the
         others guess their GPU from their rank. `eager_connect_single_device` would create a second communicator if
         there is one, and from then on messages would wait for all other operations of the group.
         """
-        self.allreduce([torch.zeros(1, device=self._stream.device or self._device_type)]).wait()
+        if not self._is_connected:
+            self.allreduce([torch.zeros(1, device=self._stream.device or self._device_type)]).wait()
+            self._is_connected = True
 
     def _make_part(
         self, executor: Executor, name: str, store: dist.Store, inner: dist.ProcessGroup | None
@@ -148,7 +154,15 @@ class CompositeProcessGroup(MPIProcessGroup):
         """Return one work for all operations since `start_coalescing`, of both groups."""
         if self._batched is not None:
             operations, self._batched = self._batched, None
-            self._record_until_run(operations, self._inner._end_coalescing(device))
+            try:
+                work = self._inner._end_coalescing(device)
+            except BaseException:
+                super().end_coalescing(device)  # the next batch must not contain these works
+                for operation in operations:
+                    operation.finish()
+                raise
+            self._add_to_batch(work)
+            self._record_until_run(operations, work)
         return super().end_coalescing(device)
 
     def _coalesces(self, device: torch.device) -> bool:
@@ -164,15 +178,18 @@ class CompositeProcessGroup(MPIProcessGroup):
             operation.finish()
             raise
         if self._batched is None:
+            self._add_to_batch(work)
             self._record_until_run([operation], work)
         else:  # a work, if any, is complete at once: that of the batch ends the operation
             self._batched.append(operation)
         return work
 
-    def _record_until_run(self, operations: Sequence[Operation], work: dist.Work | None) -> None:
-        """Record operations until the device has run them, and add their work, if any, to the open batch."""
+    def _add_to_batch(self, work: dist.Work | None) -> None:
         if work is not None:
             self._executor.batch.add(work)
+
+    def _record_until_run(self, operations: Sequence[Operation], work: dist.Work | None) -> None:
+        """Record operations until the device has run them."""
         if not operations:
             return
         has_ended = self._poll_of(work)
@@ -183,14 +200,14 @@ class CompositeProcessGroup(MPIProcessGroup):
                 self._stream.started(operation, has_ended)
 
     def _poll_of(self, work: dist.Work | None) -> Callable[[], bool] | None:
-        """Return a function that returns whether the device has run the last operation; None if there is none to poll.
+        """Return the poll of the last operation on the device; None without one.
 
         Args:
             work: The work of the operation. NCCL and XCCL return none if the operation is synchronous: then it runs in
                 the order of the current stream, so that the next event in the stream ends it.
         """
         device = self._stream.device
-        if device.type != "cpu" and vendors.vendor().is_capturing():
+        if vendors.is_capturing(device):
             return None  # it runs later, and a query of its work or an event would end the capture
         if work is not None:
             return work.is_completed

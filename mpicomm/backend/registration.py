@@ -86,7 +86,7 @@ def update_device_types() -> None:
     """
     from mpicomm.devices import accelerator
 
-    _set_device_types(accelerator.device_type() if accelerator.is_available() else None)
+    _set_device_types(vendor_backends.device_type() if accelerator.is_available() else None)
 
 
 def _set_device_types(device_type: str | None) -> None:

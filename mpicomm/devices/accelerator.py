@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.accelerator  # this module may be imported during torch's own import
 
-from mpicomm.devices.vendor_backends import device_type as device_type  # noqa: PLC0414  a name of this module, too
+from mpicomm.devices import vendor_backends
 
 
 def is_available() -> bool:
@@ -26,7 +26,7 @@ def count() -> int:
 
 def is_initialized() -> bool:
     """Return whether this process uses the accelerator: whether it has created a context on a device."""
-    kind = device_type()
+    kind = vendor_backends.device_type()
     if kind is None:
         return False
     module = torch.get_device_module(kind)
@@ -35,12 +35,12 @@ def is_initialized() -> bool:
 
 def current_device() -> torch.device:
     """Return the current device of this thread."""
-    return torch.device(device_type() or "cpu", torch.accelerator.current_device_index())
+    return torch.device(vendor_backends.device_type() or "cpu", torch.accelerator.current_device_index())
 
 
 def device_at(index: int | None) -> torch.device:
     """Return the device with an index; the CPU for None."""
-    return torch.device("cpu") if index is None else torch.device(device_type() or "cpu", index)
+    return torch.device("cpu") if index is None else torch.device(vendor_backends.device_type() or "cpu", index)
 
 
 def select(device: torch.device) -> None:

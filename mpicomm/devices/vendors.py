@@ -11,10 +11,11 @@ import functools
 import uuid
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
-from mpicomm.devices import accelerator
+from mpicomm.devices import vendor_backends
 from mpicomm.launch import visible_devices
 
 DEVICE_TYPES = ("cuda", "hip", "hpu", "mps", "mtia", "privateuseone", "xpu")
@@ -54,7 +55,7 @@ class Vendor:
 
     def uuid(self, index: int) -> str:
         """Return the UUID of a device; empty if it has none."""
-        module = torch.get_device_module(accelerator.device_type())
+        module = torch.get_device_module(vendor_backends.device_type())
         if not hasattr(module, "get_device_properties"):  # not all extensions of torch have it
             return ""
         return str(getattr(module.get_device_properties(index), "uuid", ""))
@@ -184,7 +185,9 @@ class ROCm(CUDA):
         return torch.Stream(device)
 
     def allow_events_during_capture(self) -> None:
-        """Do nothing: HIP has no such mode."""
+        """Let the calling thread query events, as on NVIDIA (HIP runtime, hipThreadExchangeStreamCaptureMode)."""
+        if (runtime := _hip_runtime()) is not None:
+            runtime.hipThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 class XPU(Vendor):
@@ -204,7 +207,12 @@ class XPU(Vendor):
 
 def vendor() -> Vendor:
     """Return the vendor of this torch's accelerator, which an extension of torch may add at any time."""
-    return _vendor_of(accelerator.device_type())
+    return _vendor_of(vendor_backends.device_type())
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream of a GPU captures a graph instead of running its work."""
+    return device.type != "cpu" and vendor().is_capturing()
 
 
 @functools.cache
@@ -223,11 +231,19 @@ def of_variable(name: str) -> Vendor:
     return next((known for known in (CUDA(), ROCm(), XPU()) if name in known.visible_variables), CUDA())
 
 
-# -- the driver of CUDA ------------------------------------------------------------------------------------------------
+# -- the drivers ------------------------------------------------------------------------------------------------
 
 
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _hip_runtime() -> ctypes.CDLL | None:
+    """Return AMD's runtime that torch has loaded: its wheels contain one, whose name has no version."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    path = next((line.split()[-1] for line in lines if "/libamdhip64.so" in line), None)
+    return None if path is None else ctypes.CDLL(path)
 
 
 def _create_stream(ordinal: int) -> ctypes.c_void_p | None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 F = TypeVar("F")
+T = TypeVar("T")
 
 _CONNECT_LIMIT = datetime.timedelta(seconds=5)  # for the store of a rank 0 that has failed during the recovery
 _SHORTEST_INIT = 30.0  # the least timeout of MPI_Init in seconds: processes start slowly on a busy machine
@@ -140,11 +141,12 @@ def join(
         usable, vendor = assignment.usable_devices(request.device), vendor_backends.of_this_torch()
         assigned = allocation.assigned_gpus(os.environ) if request.device is None else None
         why_cpu = assignment.why_unusable(assigned)
-        is_staged = bool(usable) and _takes_gpu_tensors(request, settings) and mpi.has_disabled_gpu_buffers()
+        needs_gpu_buffers = bool(usable) and _takes_gpu_tensors(request, settings)
+        lacks_gpu_buffers = needs_gpu_buffers and mpi.has_disabled_gpu_buffers()
         lacks_library = settings.shared_memory and settings.native and c_library.load() is None
         gpus, may_share = assignment.gpus_of(usable), assignment.may_share(os.environ)
         host = socket.gethostname()
-        return _Facts(host, node, same, usable, gpus, may_share, vendor, why_cpu, is_staged, lacks_library)
+        return _Facts(host, node, same, usable, gpus, may_share, vendor, why_cpu, lacks_gpu_buffers, lacks_library)
 
     # 3. the plan of rank 0
     def decide(facts: list[_Facts]) -> Plan:
@@ -155,10 +157,8 @@ def join(
         if request.comm is None:
             _refuse_unused_hosts(os.environ, hosts)
         identities = assignment.assign_on_nodes([rank_facts.devices for rank_facts in facts], nodes)
-        indices = [
-            None if identity is None else facts[rank].devices[identity] for rank, identity in enumerate(identities)
-        ]
-        gpus = [None if identity is None else facts[rank].gpus[identity] for rank, identity in enumerate(identities)]
+        indices = _assigned([rank_facts.devices for rank_facts in facts], identities)
+        gpus = _assigned([rank_facts.gpus for rank_facts in facts], identities)
         vendors = {rank_facts.vendor for rank_facts in facts}
         backend = plan.choose_backend(
             request.backend,
@@ -271,6 +271,17 @@ def _form(
 
 
 # -- the checks of rank 0 ----------------------------------------------------------------------------------------------
+
+
+def _assigned(by_identity: Sequence[Mapping[str, T]], identities: Sequence[str | None]) -> list[T | None]:
+    """Return a property of the device of each rank; None without a device.
+
+    Args:
+        by_identity: For each rank the property of each device that it may use.
+        identities: The identity of each rank's device.
+    """
+    pairs = zip(by_identity, identities, strict=True)
+    return [None if identity is None else values[identity] for values, identity in pairs]
 
 
 def _warnings(facts: list[_Facts], backend: str | None) -> list[str]:

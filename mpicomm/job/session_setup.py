@@ -17,7 +17,6 @@ import torch.distributed as dist
 from mpicomm import mpi, torch_compatibility, torch_internals
 from mpicomm.backend import registration
 from mpicomm.backend.execution import backward_errors
-from mpicomm.backend.gpu import thread_device
 from mpicomm.devices import vendors
 from mpicomm.job import interfaces, plan, rendezvous, session
 from mpicomm.job.plan import JoinedJob
@@ -99,9 +98,8 @@ def open_session(opened: Session) -> None:
             synchronous_kernels=vendors.vendor().synchronous_kernels,
             gpu="" if job.device.index is None else vendors.vendor().uuid(job.device.index),
         )
-        prepare = functools.partial(thread_device.prepare_thread_for_events, job.device)
         opened.watch = channel_setup.start_watchdog(
-            job.process_comm, job.process_topology, job.address, channel, limits, opened.claim, prepare, settings.parent
+            job.process_comm, job.process_topology, job.address, channel, limits, opened.claim, settings.parent
         )
     # 2. export the variables and initialise the process group
     if not job.is_spare:

@@ -63,13 +63,19 @@ class StreamQueue:
         with self._lock:
             if not self._held:
                 return
-            self._prepare_thread(self.device)
-            over = [operation.number for operation, has_ended in self._held if _is_over(has_ended)]
+            over = [operation.number for operation, has_ended in self._held if self._is_over(has_ended)]
             last_over = max(over, default=-1)
             self._held = [held for held in self._held if held[0].number > last_over]
             while self._open and self._open[0].number <= last_over:
                 self._open.popleft().finish()
             self._begin_oldest()
+
+    def _is_over(self, has_ended: Callable[[], bool]) -> bool:
+        try:
+            self._prepare_thread(self.device)
+            return has_ended()
+        except Exception:  # noqa: BLE001  a failed operation has ended; waiting for it raises the error
+            return True
 
     def _begin_oldest(self) -> None:
         if self._open and self._open[0].start is None:
@@ -84,13 +90,6 @@ class StreamQueue:
             self._held.clear()
         if self in _queues:
             _queues.remove(self)
-
-
-def _is_over(has_ended: Callable[[], bool]) -> bool:
-    try:
-        return has_ended()
-    except Exception:  # noqa: BLE001  a failed operation has ended; waiting for it raises the error
-        return True
 
 
 def refresh_all() -> None:

@@ -88,21 +88,18 @@ class Watchdog:
         limits: WatchdogSettings,
         end: Callable[[int], Any],
         claim: Callable[[], bool],
-        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the watchdog; `start` starts its thread.
 
         Args:
             end: Ends the job with the given exit status.
             claim: Returns True if no other rank has reported the cause of the job's end before.
-            prepare: Called once, at the start of the watchdog's thread.
         """
         self.rank_info = rank_info
         self._claim = claim
         self._channel = channel
         self._limits = limits
         self._end_job = end
-        self._prepare = prepare
         self._thread = threading.Thread(target=self._run, name="mpicomm-watchdog", daemon=True)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # from other threads
         self._is_stopping = False
@@ -273,7 +270,6 @@ class Watchdog:
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._attempt(self._prepare)
         while not self._is_stopping:
             self._run_once()
         self._channel.close()

@@ -40,7 +40,6 @@ def start_watchdog(
     channel: Channel,
     limits: WatchdogSettings,
     claim: Callable[[], bool],
-    prepare: Callable[[], None],
     parent: str | None,
 ) -> Watchdog | None:
     """Connect all ranks to their hubs and start their watchdogs; return None if a rank cannot connect (collective).
@@ -51,14 +50,13 @@ def start_watchdog(
         channel: This rank's channel, without connections.
         limits: The settings of the watchdog.
         claim: Returns True if no other rank has reported the cause of the job's end before.
-        prepare: Called once, at the start of the watchdog's thread.
         parent: On rank 0, where `mpicomm run` listens; None if it did not start the job.
     """
     # 1. the hubs listen
     rank_info = rank_info_of(where)
     hub_addresses = comm.allgather(_listen(channel, rank_info, address if comm.rank == 0 else "127.0.0.1"))
     # 2. every rank connects to its hub, and its watchdog accepts the ranks of which it is the hub
-    watch = Watchdog(rank_info, channel, limits, comm.Abort, claim, prepare)
+    watch = Watchdog(rank_info, channel, limits, comm.Abort, claim)
     problem: OSError | None = None
     try:
         _connect(channel, rank_info, hub_addresses)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.devices import accelerator
+from mpicomm.devices import accelerator, vendor_backends
 from tests import accelerator as emulated
 from tests.torches import all_gather_single, reduce_scatter_single
 
@@ -442,7 +442,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_seed(world: mpicomm.World, seed: int, count: int) -> int:
     """Run the operations of a seed; return how many were wrong on any rank (collective)."""
-    if accelerator.device_type() == emulated.NAME:
+    if vendor_backends.device_type() == emulated.NAME:
         emulated.configure(seed * world.size + world.rank)
     fuzz = Fuzz(world, seed)
     fuzz.run(count)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from mpicomm.devices import accelerator, assignment, vendors
+from mpicomm.devices import accelerator, assignment, vendor_backends, vendors
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
 
@@ -26,7 +26,7 @@ def test_each_rank_has_a_device_of_its_own_if_there_are_enough(world: mpicomm.Wo
 
 @pytest.mark.usefixtures("alone")
 def test_the_devices_are_those_that_torch_reports(world: mpicomm.World) -> None:
-    assert accelerator.device_type() == world.device.type
+    assert vendor_backends.device_type() == world.device.type
     assert accelerator.device_name(world.device)
     assert accelerator.is_initialized()
     visible = assignment.visible_devices()

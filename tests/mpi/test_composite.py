@@ -149,6 +149,25 @@ def test_a_batch_of_calls_inside(world: mpicomm.World, routed: tuple) -> None:
         assert torch.equal(tensor, torch.full((2,), float(sum(range(world.size)))))
 
 
+def test_a_batch_that_fails_inside_has_ended(routed: tuple) -> None:
+    group, gloo, is_inner = routed
+    if not is_inner:
+        pytest.skip("MPI runs the operations")
+    cpu = torch.device("cpu")
+    gloo._get_backend = lambda _device: SimpleNamespace(supports_coalescing=True)
+    gloo._start_coalescing, gloo._end_coalescing = mock.Mock(), mock.Mock(side_effect=RuntimeError("no"))
+    group._start_coalescing(cpu)
+    group.allreduce([torch.ones(1)]).wait()
+    with pytest.raises(RuntimeError, match="no"):
+        group._end_coalescing(cpu)
+    operation = flight_recorder.last()
+    assert operation is not None
+    assert operation.end is not None
+    del gloo._get_backend, gloo._start_coalescing, gloo._end_coalescing
+    assert group._executor.batch.works is None
+    group.allreduce([torch.ones(1)]).wait()
+
+
 @pytest.mark.each_torch("dispatcher")
 def test_a_mode_receives_operations_of_the_inner_backend(world: mpicomm.World, routed: tuple) -> None:
     group, gloo, is_inner = routed
@@ -195,10 +214,28 @@ def test_options_that_torch_cannot_copy() -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.skipif(not torch_internals.CAN_SPLIT, reason="torch 2.8 splits NCCL groups only")
 @pytest.mark.skipif(torch_compatibility.torch_version() >= (2, 14), reason="torch keeps the order of the ranks")
-def test_both_groups_have_the_same_order(routed: tuple) -> None:
-    group, _gloo, _is_inner = routed
-    with pytest.raises(ValueError, match=r"ascending order.*got \[1, 0\]\.\nPass \[0, 1\]\."):
-        group.split_group([1, 0])
+def test_both_groups_have_the_same_order(world: mpicomm.World, routed: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `dist.split_group([1, 0])`, members receive the ranks in another order than ranks outside."""
+    group, gloo, _is_inner = routed
+    monkeypatch.setattr(group, "_connect", lambda: None)
+    gloo.split_group = mock.Mock(return_value=gloo)
+    part = group.split_group([0, 1] if world.rank < 2 else [1, 0])
+    assert gloo.split_group.mock_calls[0].args == ([0, 1],)
+    assert (part is None) == (world.rank >= 2)
+    if part is not None:
+        assert (part.rank(), part.size()) == (world.rank, 2)
+
+
+def test_a_split_connects_the_ranks_once(routed: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, gloo, is_inner = routed
+    if not is_inner:
+        pytest.skip("there may be no CUDA")
+    monkeypatch.setattr(torch_internals, "CAN_SPLIT", True)
+    gloo.split_group = mock.Mock(side_effect=KeyError("split"))
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            group.split_group([0])
+    assert gloo.called.count("allreduce") == 1
 
 
 def test_the_backend_of_each_device(routed: tuple) -> None:

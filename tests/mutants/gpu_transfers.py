@@ -241,7 +241,7 @@ MUTANTS = [
     ),
     Mutant(
         "MessageWork._advance",
-        old="not waits and torch_internals.is_capturing(self.tensors[0])",
+        old="not waits and vendors.is_capturing(self.tensors[0].device)",
         new="False",
         fault="The copy of a received message becomes a part of the CUDA graph that its caller captures.",
         tests="tests/unit/test_posting_queue.py -k completes_no_message",

@@ -217,7 +217,7 @@ while self._comms:
         ranks=4,
     ),
     Mutant(
-        "CompositeProcessGroup._record_until_run",
+        "CompositeProcessGroup._add_to_batch",
         old="self._executor.batch.add(work)",
         fault="The work of a batch does not wait for the operations of the inner backend.",
         tests="tests/mpi/test_composite.py -k test_a_batch_of_calls_inside",

@@ -473,6 +473,16 @@ def test_a_thread_is_prepared_before_it_polls_a_stream() -> None:
     assert calls == ["prepare device", "poll"]
 
 
+def test_the_operations_of_a_gpu_that_failed_are_over() -> None:
+    def prepare(_device: object) -> None:
+        raise RuntimeError("the GPU has failed")
+
+    stream = StreamQueue(group_of(), prepare)
+    stream.started(stream.note("all_reduce", None, 1, False), lambda: False)
+    stream_queue.refresh_all()  # an error would end the checks of all groups
+    assert flight_recorder.running() == []
+
+
 def test_a_work_that_fails_is_over() -> None:
     stream = stream_of(group_of())
     stream.started(stream.note("all_reduce", None, 1, False), FailedWork().is_completed)

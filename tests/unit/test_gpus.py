@@ -150,8 +150,12 @@ def test_a_mig_device_belongs_to_the_gpu_that_nccl_compares(cuda: SimpleNamespac
     assert vendors.CUDA().gpu_uuid(1) == ""
 
 
-def test_rocm_takes_torchs_streams(cuda: SimpleNamespace) -> None:
+def test_rocm_takes_torchs_streams(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    vendors.ROCm().allow_events_during_capture()  # without the runtime of HIP
+    runtime = Driver()
+    monkeypatch.setattr(vendors, "_hip_runtime", lambda: runtime)
     vendors.ROCm().allow_events_during_capture()
+    assert runtime.called == ["hipThreadExchangeStreamCaptureMode"]
     assert vendors.ROCm().own_stream(GPU, Owner()).handle is None
     assert cuda.driver.called == []
 

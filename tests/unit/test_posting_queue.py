@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from mpicomm.backend.execution.pending_messages import MessageWork
+from mpicomm import mpi
+from mpicomm.backend.execution.pending_messages import MessageWork, PendingMessages
 from mpicomm.backend.execution.posting_queue import PostingQueue
 from mpicomm.devices import vendors
 
@@ -121,6 +122,24 @@ def test_a_thread_that_captures_a_graph_queries_no_event(capture: Capture) -> No
     event.error, capture.is_running = None, False
     event.reach()
     queue.post_ready()
+    assert posted == [1]
+
+
+def test_a_thread_that_captures_a_graph_lets_the_poller_post(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The poller thread may wait for the device, as often as it is woken."""
+    monkeypatch.setattr(mpi, "has_thread_multiple", lambda: True)
+    messages, event, posted = mock.Mock(unposted=PostingQueue()), Event(), []
+    event.error = AssertionError("the query invalidates the capture")
+    messages.unposted.add(event, lambda: posted.append(1), Message(messages.unposted))
+
+    def rouse() -> None:
+        event.error, capture.is_running = None, False  # the poller thread captures nothing
+        event.reach()
+        messages.unposted.post_ready()
+
+    messages._get_poller.return_value.rouse = rouse
+    messages._have_been_posted = lambda: PendingMessages._have_been_posted(messages)
+    PendingMessages.post_all(messages)
     assert posted == [1]
 
 

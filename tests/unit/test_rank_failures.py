@@ -107,7 +107,7 @@ def test_a_watchdog_whose_start_is_interrupted_leaves_no_thread() -> None:
     where, channel = topology.from_nodes(0, [0], ["alpha"]), Channel(0, b"token", 30)
     with pytest.raises(ConnectionError):
         channel_setup.start_watchdog(
-            comm, where, "127.0.0.1", channel, WatchdogSettings(60.0, None), lambda: True, lambda: None, None
+            comm, where, "127.0.0.1", channel, WatchdogSettings(60.0, None), lambda: True, None
         )
     assert set(threading.enumerate()) == before
     assert agent.current() is None

@@ -7,6 +7,7 @@ group's poller thread makes such calls.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 import warnings
@@ -26,6 +27,7 @@ from mpicomm.backend.execution.worker_thread import require_threads
 from mpicomm.backend.gpu.thread_device import ThreadDevice
 from mpicomm.backend.gpu.transport import DeviceEvent, Transport
 from mpicomm.backend.transfer import buffers, dtypes, mpi_calls
+from mpicomm.devices import vendors
 from mpicomm.errors import MpicommError
 from mpicomm.recorder import flight_recorder
 from mpicomm.recorder.flight_recorder import Operation
@@ -127,8 +129,22 @@ class PendingMessages:
         self._track(name, work)
         self.unposted.add(ready, post, work)
         if not mpi.has_thread_multiple():  # no other thread may post it while this one waits in MPI
-            self.unposted.post_all()
+            self.post_all()
         return work
+
+    def post_all(self) -> None:
+        """Pass all messages to MPI; waits for the device."""
+        if mpi.has_thread_multiple() and vendors.vendor().is_capturing():  # waiting would invalidate the capture
+            mpi.poll(self._have_been_posted, math.inf)
+        else:
+            self.unposted.post_all()
+
+    def _have_been_posted(self) -> bool:
+        """Return whether the poller thread, which it wakes, has passed all messages to MPI."""
+        if not self.unposted.waiting:
+            return True
+        self._get_poller().rouse()
+        return False
 
     def _track(self, name: str, work: MessageWork) -> MessageWork:
         """Keep a message and its buffers alive until it completes, even if the caller drops the work."""
@@ -289,8 +305,8 @@ class MessageWork(BackendWork):
         elif self._future is not None:
             self._future.wait()
         else:
-            if self._messages.unposted.waiting:
-                self._messages.unposted.post_all()  # a thread that waits in MPI cannot do so later
+            if self._messages.unposted.waiting:  # a thread that waits in MPI cannot post them later
+                self._messages.post_all()
             with self._lock:
                 if not self._done:
                     self._advance(waits=True)
@@ -385,7 +401,7 @@ class MessageWork(BackendWork):
         Args:
             waits: Whether to wait for them.
         """
-        if not waits and torch_internals.is_capturing(self.tensors[0]):
+        if not waits and vendors.is_capturing(self.tensors[0].device):
             return  # a copy would become a part of the graph, and a query of an event would invalidate it
         try:
             if not self._is_transferred:
