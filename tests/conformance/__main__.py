@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,15 +27,13 @@ def main() -> int:
         return 0
     options = {"limit": args.limit, "total": args.total, "pattern": args.k, "sample": args.sample, "shows": args.s}
     device, labels, sizes, with_gloo = "cpu", LABELS, [3, 4], args.write or args.gloo
-    command = "python -m tests.conformance --write"
     if args.device == "accelerator":
         device, labels, sizes, with_gloo = on_accelerator.device_type(), on_accelerator.LABELS, [2, 4], False
-        command += " --device accelerator"
     runs = {}
     for size in args.ranks or (sizes if args.write else [4]):
         runs[size] = measure(size, labels, with_gloo=with_gloo, device=args.device, **options)
         _show(size, runs[size])
-    measured = Results.of(runs, device, command)
+    measured = Results.of(runs, device, shlex.join(["python", "-m", "tests.conformance", *sys.argv[1:]]))
     if args.output:
         measured.write(args.output)
     if args.write:

@@ -191,7 +191,7 @@ def _gpus() -> str:
         result = json.loads(path.read_text())
         devices, versions, parts = result["devices"], result["versions"], result["parts"]
         name, version = next((name, version) for name, version in versions.items() if "MPI" in name)
-        good = sum(not any(part["statuses"]) for part in parts.values())
+        good = sum(set(part["statuses"]) == {0} for part in parts.values())  # None: it timed out
         names = ", ".join(sorted(set(devices["names"])))
         is_aware = "yes" if devices.get("GPU-aware MPI") else "no"
         rows.append(

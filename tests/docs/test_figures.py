@@ -19,6 +19,21 @@ def test_tables_are_those_of_the_results(document: Path) -> None:
     assert "<!-- figures: " in text
 
 
+@pytest.mark.parametrize("status", [1, None])
+def test_a_part_that_failed_or_timed_out_is_not_good(
+    status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = {
+        "devices": {"names": ["GPU"]},
+        "versions": {"torch": "2.11", "Open MPI": "5"},
+        "date": "today",
+        "parts": {"first": {"statuses": [0]}, "second": {"statuses": [0, status]}},
+    }
+    (tmp_path / "gpu-tests-x.json").write_text(json.dumps(result))
+    monkeypatch.setattr(figures, "_RESULTS", tmp_path)
+    assert "| 1 of 2 parts |" in figures._gpus()
+
+
 def test_the_verdicts_of_the_analyser_are_those_of_the_results() -> None:
     assert failures.PAGE.read_text().endswith(failures.analysis()), "run `python -m tests.failures analyse`"
 

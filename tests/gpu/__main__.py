@@ -1,7 +1,8 @@
 """Runs the tests, random operations and examples on this machine's GPUs: `python -m tests.gpu --write`.
 
 Ranks may share a GPU; without one, the emulated accelerator is used. The MPI library is that of this environment.
-`--write` writes docs/results/gpu-tests-<device type>-<MPI>.json.
+`--write` writes docs/results/gpu-tests-<device type>-<MPI>.json. With `--gpu-aware`, MPI receives the addresses of GPU
+tensors, and the name of the file ends with `-gpu-aware`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import os
 import re
 import shlex
 import sys
@@ -21,8 +23,7 @@ import torch
 
 from benchmarks import rank_results
 from mpicomm import job_info, mpi
-from mpicomm.backend.gpu import probe
-from mpicomm.devices import accelerator, vendors
+from mpicomm.devices import accelerator, vendor_backends, vendors
 from mpicomm.reports import result_files
 from tests.launching import ROOT, on_ranks, run_within
 
@@ -70,23 +71,25 @@ EXAMPLES = {
 
 def parts(directory: str) -> dict[str, Commands]:
     """Return the parts by name; the examples keep their files in `directory`."""
-    found: dict[str, Commands] = {}
+    commands: dict[str, Commands] = {}
     for ranks in (2, 4):
-        found[f"tests, {ranks} ranks"] = [
+        commands[f"tests, {ranks} ranks"] = [
             on_ranks(ranks, ["-m", "pytest", "--with-mpi", "--color=no", "-q", "tests/gpu"])
         ]
-        found[f"random operations, {ranks} ranks"] = [
+        commands[f"random operations, {ranks} ranks"] = [
             on_ranks(ranks, ["-m", "tests.gpu.fuzz", "--seeds", "0:20", "--operations", "500"])
         ]
     for backend in ("MPI", "NCCL")[: 1 + _has_nccl()]:
         files = f"{directory}/{backend}"
         for name in EXAMPLES:
-            found[f"{name}, {backend}"] = [on_ranks(2, each) for each in _example(name, files, backend)]
+            commands[f"{name}, {backend}"] = [on_ranks(2, program) for program in _example(name, files, backend)]
         if mpi.library().vendor == "Open MPI":  # which can continue without a rank
-            killed = ["-m", "mpicomm.examples.trainer", "--kill", "20", "--dir", f"{files}/killed"]
-            launcher = ["-m", "mpicomm", "run", "-n", "3", "--fault-tolerant", "-m", "tests.gpu.program"]
-            found[f"trainer without a killed rank, {backend}"] = [[sys.executable, *launcher, backend, *killed[1:]]]
-    return found
+            launcher = [sys.executable, "-m", "mpicomm", "run", "-n", "3", "--fault-tolerant"]
+            trainer = ["mpicomm.examples.trainer", "--kill", "20", "--dir", f"{files}/killed"]
+            commands[f"trainer without a killed rank, {backend}"] = [
+                [*launcher, "-m", "tests.gpu.program", backend, *trainer]
+            ]
+    return commands
 
 
 def _has_nccl() -> bool:
@@ -128,13 +131,20 @@ def main() -> int:
     parser.add_argument(
         "--write", type=Path, nargs="?", const=ROOT / "docs" / "results", help="directory of the results file"
     )
+    parser.add_argument("--gpu-aware", action="store_true", help="set MPICOMM_GPU_AWARE=1")
     options = parser.parse_args()
+    if options.part and options.write:
+        parser.error("--write needs the results of all parts: omit --part")
+    if options.gpu_aware:
+        os.environ["MPICOMM_GPU_AWARE"] = "1"
     with tempfile.TemporaryDirectory(prefix="gpu-") as directory:
         chosen = {
             name: commands
             for name, commands in parts(directory).items()
             if not options.part or any(name.startswith(start) for start in options.part)
         }
+        if not chosen:
+            parser.error(f"no part begins with {' or '.join(options.part)}; expected {', '.join(parts(directory))}")
         logs = options.logs or Path(directory)
         logs.mkdir(parents=True, exist_ok=True)
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
@@ -149,13 +159,13 @@ def main() -> int:
                 end = "passed" if result.is_good else f"FAILED: exit statuses {result.statuses}"
                 print(f"{name}: {end} ({result.seconds:.0f} s); {'; '.join(result.summary)}", flush=True)
     if options.write:
-        _write(options.write, results)
+        _write(options.write, results, is_gpu_aware=options.gpu_aware)
     return 0 if all(result.is_good for result in results.values()) else 1
 
 
-def _write(directory: Path, results: dict[str, Result]) -> None:
-    kind, library = accelerator.device_type() or "emulated", mpi.library()
-    is_gpu_aware = any(probe.answers_yes(query) for query in vendors.vendor().mpi_queries)
+def _write(directory: Path, results: dict[str, Result], *, is_gpu_aware: bool) -> None:
+    kind = (accelerator.is_available() and vendor_backends.device_type()) or "emulated"
+    library = mpi.library()
     devices = {
         "type": kind,
         "names": [accelerator.device_name(torch.device(kind, index)) for index in range(accelerator.count())],
@@ -163,8 +173,8 @@ def _write(directory: Path, results: dict[str, Result]) -> None:
         **vendors.vendor().versions(),
     }
     name = "-".join(["gpu-tests", kind, rank_results.mpi_name(library.vendor), *["gpu-aware"] * is_gpu_aware])
-    what = "ends of programs on GPUs that their ranks may share"
-    head = job_info.description(what, shlex.join(["python", "-m", "tests.gpu", *sys.argv[1:]]))
+    contents = "ends of programs on GPUs that their ranks may share"
+    head = job_info.description(contents, shlex.join(["python", "-m", "tests.gpu", *sys.argv[1:]]))
     parts = {name: dataclasses.asdict(results[name]) for name in sorted(results)}
     result_files.write(directory / f"{name}.json", {**head, "devices": devices, "parts": parts})
 
