@@ -542,8 +542,9 @@ if answers and all(answers) and number in _STOPS:
         "recorder.flight_recorder",
         old='("contextlib", "functools", "threading", "typing_extensions", "warnings")',
         new='("functools", "threading", "typing_extensions", "warnings")',
-        fault="A decorator of contextlib around new_group is reported as the line of the program.",
-        tests="tests/launch/test_ends.py -k new_group",
+        fault="A line of contextlib is reported for the operation of a coalescing manager.",
+        tests="tests/mpi/test_more_methods.py -k line_of_the_manager",
+        ranks=2,
     ),
     Mutant(
         "StreamQueue.started",
