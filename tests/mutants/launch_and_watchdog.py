@@ -51,11 +51,31 @@ MUTANTS = [
     ),
     # -- forms of programs ----------------------------------------------------------------------------------
     Mutant(
-        "commands._rank_command",
-        old='":" in request.program',
+        "commands._last_words",
+        old='":" in (*request.launcher_arguments, *request.program)',
         new="False",
         fault="mpicomm run passes a colon to the launcher, which starts the next word as another program.",
         tests="tests/unit/test_launch_commands.py -k several_programs",
+    ),
+    Mutant(
+        "commands._last_words",
+        old="(*request.launcher_arguments, *request.rank_command(machine.python))",
+        new="request.rank_command(machine.python)",
+        fault="mpiexec and srun do not get the arguments of --launcher-arg.",
+        tests="tests/unit/test_launch_commands.py -k arguments_of_the_user",
+    ),
+    Mutant(
+        "commands.flux_run",
+        old="options += request.launcher_arguments",
+        fault="flux run does not get the arguments of --launcher-arg.",
+        tests="tests/unit/test_launch_commands.py -k arguments_of_the_user",
+    ),
+    Mutant(
+        "commands.torchrun",
+        old="request.launcher_arguments",
+        new="()",
+        fault="torchrun does not get the arguments of --launcher-arg.",
+        tests="tests/unit/test_launch_commands.py -k arguments_of_the_user",
     ),
     Mutant(
         "request._command",
