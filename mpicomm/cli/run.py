@@ -66,6 +66,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=[],
         help="pass this variable to the ranks on all hosts; repeat for more",
     )
+    parser.add_argument(
+        foreign_options.LAUNCHER_ARGUMENT,
+        metavar="ARG",
+        action="append",
+        default=[],
+        type=_launcher_argument,
+        help="pass this argument to the launcher, after the options that mpicomm run passes; repeat for more",
+    )
     parser.add_argument("--log-dir", metavar="D", help="write each rank's output to D/rank_003.log; show only rank 0's")
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the launch command without running it")
@@ -179,6 +187,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         appends_logs=allocation.requeues(os.environ) > 0,
         tag_output=arguments.tag_output,
         is_fault_tolerant=is_fault_tolerant,
+        launcher_arguments=tuple(arguments.launcher_arg),
         variables={**request.variables(arguments.env, os.environ), **spares, **elastic},
     )
 
@@ -207,6 +216,13 @@ def _per_node(text: str) -> int | None:
 def _number(text: str) -> int:
     """Parse an integer of 0 or more."""
     return 0 if text == "0" else count(text)
+
+
+def _launcher_argument(text: str) -> str:
+    """Parse an argument of the launcher, which would take an empty one for the program."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected an argument of the launcher, got an empty one")
+    return text
 
 
 def _seconds(text: str) -> float:

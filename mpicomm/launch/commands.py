@@ -105,17 +105,17 @@ def mpiexec(
         options += [word for name in names for word in _filled_in(mpi.forwarded, name=name)]
     is_local = is_on_one_host and not isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
     parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT_VARIABLE))
-    return Start((path, *options, *_rank_command(request, machine)), child, is_local, parent_options, place.ranks)
+    return Start((path, *options, *_last_words(request, machine)), child, is_local, parent_options, place.ranks)
 
 
-def _rank_command(request: Request, machine: Machine) -> tuple[str, ...]:
-    """Return the command of one rank, for a launcher that starts another program after an argument `:`."""
-    if ":" in request.program:
+def _last_words(request: Request, machine: Machine) -> tuple[str, ...]:
+    """Return the user's arguments and the command of one rank, for a launcher that starts another program after `:`."""
+    if ":" in (*request.launcher_arguments, *request.program):
         raise LaunchError(
             "mpicomm run starts one program on all ranks, got several, or an argument, separated by `:`.\n"
             "Start several programs with the launcher itself: mpiexec -n 1 python a.py : -n 3 python b.py"
         )
-    return request.rank_command(machine.python)
+    return (*request.launcher_arguments, *request.rank_command(machine.python))
 
 
 def _fault_tolerant(library: Library) -> list[str]:
@@ -200,7 +200,7 @@ def srun(request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str
     if sum(job.cpus) and ranks * (cpus or 1) > sum(sorted(job.cpus)[:nodes]):
         options.append("--overcommit")
     child = _for_step(environ, threads=cpus or 1)
-    return Start(("srun", *options, *_rank_command(request, machine)), child, ranks=ranks)
+    return Start(("srun", *options, *_last_words(request, machine)), child, ranks=ranks)
 
 
 def _srun_on_groups(
@@ -214,7 +214,7 @@ def _srun_on_groups(
         )
     options = [*_options_of_step(request, mpi_type), f"--het-group=0-{job.groups - 1}"]
     child = _for_step(environ, threads=job.cpus_per_task or 1)
-    return Start(("srun", *options, *_rank_command(request, machine)), child)
+    return Start(("srun", *options, *_last_words(request, machine)), child)
 
 
 def _for_step(environ: Mapping[str, str], threads: int) -> dict[str, str]:
@@ -268,6 +268,7 @@ def flux_run(
     if request.tag_output:
         options.append("--label-io")
     child = environment.for_ranks(environ, threads=cores)
+    options += request.launcher_arguments
     return Start(("flux", "run", *options, *request.rank_command(machine.python)), child, ranks=ranks)
 
 
@@ -284,7 +285,9 @@ def torchrun(request: Request, node: Node, machine: Machine, environ: Mapping[st
         f"--master-port={node.master_port}",
         f"--nproc-per-node={ranks}",
         *["--tee=3"] * request.tag_output,
+        "--no-python",
+        *request.launcher_arguments,
     ]
     child = environment.for_ranks(environ, threads=machine.cores // ranks)
-    command = (machine.python, *_TORCHRUN, *options, "--no-python", *request.rank_command(machine.python))
+    command = (machine.python, *_TORCHRUN, *options, *request.rank_command(machine.python))
     return Start(command, child | (_TORCHRUN_TAG if request.tag_output else {}))

@@ -52,6 +52,8 @@ class Request:
     """Whether ranks on other hosts get all variables of this process, because the hosts are containers of one image."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Variables for the ranks on all hosts."""
+    launcher_arguments: tuple[str, ...] = ()
+    """Arguments that the launcher gets unchanged, after the options of `mpicomm run` and before the program."""
 
     def rank_command(self, python: str) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set."""

@@ -40,6 +40,19 @@ def test_run_takes_all_components_of_a_heterogeneous_job(cluster: Cluster, flavo
     check_places(found, [first, second, second])
 
 
+def test_directives_and_arguments_of_the_user_replace_ours(cluster: Cluster, open_mpi: Flavour) -> None:
+    folder = cluster.folder()
+    texts = ["--directive=--nodes=2", "--directive=--nodelist=node3,node4"]
+    texts += [f"--launcher-arg={word}" for word in ("--nodes=1", "--nodelist=node4", "--overcommit")]
+    options = ["-o", folder / "job.sh", "--output", folder / "0.out", "--nodes", 1, *texts]
+    outcome = cluster.run(open_mpi.python, "-m", "mpicomm", "job", "slurm", *options, "--", open_mpi.python, *PLACE)
+    assert outcome.status == 0, outcome
+    outcome = cluster.run("sbatch", "--wait", f"--chdir={ROOT}", folder / "job.sh")
+    text = (folder / "0.out").read_text()
+    assert outcome.status == 0, text
+    check_places(places(text), ["node4", "node4"])
+
+
 def test_info_lists_every_host(cluster: Cluster, flavour: Flavour) -> None:
     step = ["srun", *NODES, f"--mpi={flavour.srun_type}", flavour.python, "-m", "mpicomm", "info", "--json"]
     outcome = cluster.run(*step)

@@ -223,10 +223,11 @@ def test_nothing_computes_in_another_directory(job, scheduler: str) -> None:
 
 @each_scheduler
 def test_mpicomm_run_gets_the_program_and_the_names_of_variables(job, scheduler: str) -> None:
-    made = job(scheduler, ranks_per_node=2, env=("A=1", "B=x y"))
+    made = job(scheduler, ranks_per_node=2, env=("A=1", "B=x y"), launcher_arg=("--note=a $HOME\nb", "-u"))
     assert made.run().status == 0
     number = ["-n", "4"] if scheduler == "flux" else []  # an instance of Flux has no number of tasks
-    run = ["run", *number, "--env", "A", "--env", "B", "--"]
+    arguments = ["--launcher-arg=--note=a $HOME\nb", "--launcher-arg=-u"]
+    run = ["run", *number, "--env", "A", "--env", "B", *arguments, "--"]
     assert made.calls() == [["python", "-m", "mpicomm", *run, "python", "train.py"]]
 
 

@@ -106,10 +106,11 @@ SLURM_JOB = SlurmAllocation(nodes=1, ranks=2, cpus=(2,))
     "start",
     [
         lambda: by_mpiexec(requested=COLON),
+        lambda: by_mpiexec(requested=Request(PROGRAM, launcher_arguments=(":", "-n", "1", "b.py"))),
         lambda: commands.srun(COLON, MACHINE, SLURM_JOB, "pmix", HOME),
         lambda: commands.srun(COLON, MACHINE, dataclasses.replace(SLURM_JOB, groups=2), "pmix", HOME),
     ],
-    ids=["mpiexec", "srun", "srun on groups"],
+    ids=["mpiexec", "arguments of mpiexec", "srun", "srun on groups"],
 )
 def test_several_programs_are_refused(start: Callable[[], Start]) -> None:
     with pytest.raises(LaunchError, match=r"mpiexec -n 1 python a\.py : -n 3 python b\.py$"):
@@ -122,6 +123,29 @@ def test_other_launchers_pass_a_colon_to_the_program() -> None:
         commands.torchrun(COLON, Node(0, 1, "127.0.0.1", 1234), MACHINE, HOME),
     ]
     assert [start.command[-4:] for start in starts] == [(":", "-n", "1", "b.py")] * 2
+
+
+ARGUMENTS = ("--network=disable_rdzv_get", "--note", "a b")
+TWO_NODES = SlurmAllocation(nodes=2, ranks=2, cpus=(2, 2))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda requested: by_mpiexec(OPEN_MPI, requested),
+        lambda requested: by_mpiexec(MPICH, dataclasses.replace(requested, hosts=(Host("a"), Host("b")))),
+        lambda requested: commands.srun(requested, MACHINE, TWO_NODES, "pmix", HOME),
+        lambda requested: commands.srun(requested, MACHINE, dataclasses.replace(TWO_NODES, groups=2), "pmix", HOME),
+        lambda requested: commands.flux_run(requested, MACHINE, FluxAllocation(1, 2, 0), MPICH, (), HOME),
+        lambda requested: commands.torchrun(requested, Node(0, 1, "127.0.0.1", 1234), MACHINE, HOME),
+    ],
+    ids=["mpiexec", "mpiexec on hosts", "srun", "srun on groups", "flux run", "torchrun"],
+)
+def test_the_launcher_gets_the_arguments_of_the_user_after_our_options(start: Callable[[Request], Start]) -> None:
+    requested = Request(PROGRAM, log_dir="logs", tag_output=True, launcher_arguments=ARGUMENTS)
+    ranks = requested.rank_command(PYTHON)
+    without = start(dataclasses.replace(requested, launcher_arguments=()))
+    assert start(requested).command == (*without.command[: -len(ranks)], *ARGUMENTS, *ranks)
 
 
 def test_a_start_is_shown_as_a_shell_command() -> None:

@@ -21,6 +21,9 @@ _NO_SIGNAL = (
 _NO_MEMORY = (("slurm", "pbs", "lsf"), "Flux does not schedule memory; use --exclusive")
 _NO_MAIL = (("slurm", "pbs", "lsf"), "Flux sends no mail")
 _NO_ARRAY = (("slurm", "pbs", "lsf"), "in Flux submit the script once for each index")
+_OF_RESOURCE = {"select": ("mem", "mem_per_cpu", "mem_per_gpu"), "place": ("exclusive",)}
+"""The options that are no more than a part of a resource of PBS."""
+
 _EARLY = 60  # seconds by which Slurm may send the signal early, see --signal in sbatch(1)
 
 
@@ -65,6 +68,13 @@ class JobSpec:
     qos: str | None = option("Slurm: quality of service", "Q", options.WORD, only=_NO_QUEUE)
     constraint: str | None = option("Slurm: required features of the nodes", "C", options.FEATURES, only=_NO_QUEUE)
 
+    directive: tuple[str, ...] = option(
+        "directive of the scheduler, after those of the other options; repeat for more",
+        "TEXT",
+        options.DIRECTIVE,
+        default=(),
+    )
+
     # 3. output
     output: str | None = option("output file, relative to the submission directory", "FILE", options.FILE)
     error: str | None = option("error file (default: the output file)", "FILE", options.FILE)
@@ -78,6 +88,10 @@ class JobSpec:
     module: tuple[str, ...] = option("module to load; repeat for more", "M", options.MODULE, default=())
     venv: str | None = option("Python virtual environment to activate", "DIR", options.DIRECTORY)
     env: tuple[str, ...] = option("variable to export; repeat for more", "NAME=VALUE", options.VARIABLE, default=())
+
+    launcher_arg: tuple[str, ...] = option(
+        "argument for the launcher of the ranks; repeat for more", "ARG", options.ARGUMENT, default=()
+    )
 
     # 5. exit before the time limit
     signal: str | None = option(
@@ -152,6 +166,17 @@ class JobSpec:
         """Memory of a node with its unit, as 4G, whichever of the three options was passed."""
         amounts = ((self.mem, 1), (self.mem_per_cpu, self.cpus_per_node), (self.mem_per_gpu, self.gpus_per_node))
         return next((f"{int(text[:-1]) * times}{text[-1]}" for text, times in amounts if text), None)
+
+    @property
+    def replaced_resources(self) -> set[str]:
+        """PBS: the resources of our own `-l` that `directive` replaces.
+
+        Of several values of a resource in a script, qsub uses the first (set_resources() in OpenPBS 23). It refuses
+        resources of the whole job, such as ncpus, beside select and place.
+        """
+        values = [word for text in self.directive for word in re.findall(r"(?:^|\s)-l\s*(\S+)", text)]
+        names = {resource.partition("=")[0] for value in values for resource in value.split(",")}
+        return names | ({"select", "place"} if names & {"ncpus", "nodes"} else set())
 
     @property
     def script_file(self) -> str:
@@ -262,6 +287,11 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
             break
         if _TORCHRUN_ADDED.fullmatch(word):
             raise ValueError(f"the script passes {word} to torchrun, from --nodes and --ranks-per-node; remove it")
+    if spec.launcher_arg:
+        raise ValueError(
+            "--launcher-arg is an option of `mpicomm run`, which does not start torchrun; "
+            "pass its options directly: -- torchrun OPTIONS train.py"
+        )
     for field in ("requeue", "signal"):
         if getattr(spec, field):
             raise ValueError(
@@ -296,6 +326,13 @@ def _check_pbs(spec: JobSpec) -> None:
         raise ValueError(
             f"--array {spec.array}: PBS accepts one range of two jobs or more; expected 0-9, 0-30:10 or 0-9%2"
         )
+    for resource, fields in _OF_RESOURCE.items():
+        for field in fields:
+            if getattr(spec, field) and resource in spec.replaced_resources:
+                raise ValueError(
+                    f"{flag(field)} is a part of `-l {resource}`, which --directive replaces; "
+                    f"write it in the directive, and remove {flag(field)}"
+                )
     if spec.array and spec.requeue:
         raise ValueError("--array and --requeue: PBS cannot resubmit one job of an array; remove one of the two")
     for field in ("output", "error"):
