@@ -52,6 +52,8 @@ class Request:
     """Whether ranks on other hosts get all variables of this process, because the hosts are containers of one image."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Variables for the ranks on all hosts."""
+    excluded: tuple[str, ...] = ()
+    """Names and patterns of variables of this process that no rank gets, as if they were not set."""
 
     def rank_command(self, python: str) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set."""

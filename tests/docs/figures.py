@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from mpicomm.launch import environment
 from tests.compat import results
 from tests.launching import ROOT
 
@@ -21,6 +22,7 @@ DOCUMENTS = (
     ROOT / "docs" / "compatibility.md",
     ROOT / "docs" / "horovod.md",
     ROOT / "docs" / "tools.md",
+    ROOT / "docs" / "reference.md",
 )
 _RESULTS = ROOT / "docs" / "results"
 _PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -257,6 +259,11 @@ def _doctor() -> str:
     return f"```text\n{(_RESULTS / 'doctor.txt').read_text()}```\n"
 
 
+def _forwarded() -> str:
+    rows = [(subject, ", ".join(f"`{name}`" for name in names)) for subject, names in environment.FORWARDED.items()]
+    return _table(("variables of", "names and patterns"), *rows, align="---")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": _all_reduce,
     "ratios": _ratios,
@@ -276,6 +283,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "doctor": _doctor,
     "gpus": _gpus,
     "gpu-throughput": _gpu_throughput,
+    "forwarded": _forwarded,
 }
 
 

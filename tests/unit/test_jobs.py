@@ -223,10 +223,10 @@ def test_nothing_computes_in_another_directory(job, scheduler: str) -> None:
 
 @each_scheduler
 def test_mpicomm_run_gets_the_program_and_the_names_of_variables(job, scheduler: str) -> None:
-    made = job(scheduler, ranks_per_node=2, env=("A=1", "B=x y"))
+    made = job(scheduler, ranks_per_node=2, env=("A=1", "B=x y", "C"), no_env=("NCCL_*",))
     assert made.run().status == 0
     number = ["-n", "4"] if scheduler == "flux" else []  # an instance of Flux has no number of tasks
-    run = ["run", *number, "--env", "A", "--env", "B", "--"]
+    run = ["run", *number, "--env", "A", "--env", "B", "--env", "C", "--no-env", "NCCL_*", "--"]
     assert made.calls() == [["python", "-m", "mpicomm", *run, "python", "train.py"]]
 
 
@@ -350,3 +350,11 @@ def test_ranks_that_leave_in_time_are_submitted_again(tmp_path: Path) -> None:
     outcome = made.run()
     assert (outcome.status, outcome.stdout) == (85, "2\n2\n"), outcome
     assert made.calls() == [["qsub", "-v", "JOB_RESTARTS=1", str(made.script)]]
+
+
+@pytest.mark.each_mpi
+def test_ranks_get_the_variables_that_the_job_names_but_none_that_it_excludes(tmp_path: Path) -> None:
+    program = "import os; print(*(os.environ.get(name) for name in ('A', 'NCCL_DEBUG', 'NCCL_X', 'OTHER')))"
+    made = real(tmp_path, "python", "-c", program, env=("A",), no_env=("NCCL_*",))
+    outcome = made.run(A=1, NCCL_DEBUG="WARN", NCCL_X=2, OTHER=3)
+    assert (outcome.status, outcome.stdout) == (0, "1 None None 3\n" * 2), outcome

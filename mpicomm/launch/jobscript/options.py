@@ -35,6 +35,7 @@ FILE = Form(
 DIRECTORY = Form(r"[^~$\0-].*", "a path without $HOME and ~, which are not expanded, and without - at its start")
 MODULE = Form(r"\w[\w./:+@-]*", "a module, for example openmpi/5.0.5")
 VARIABLE = Form(r"[A-Za-z_]\w*=[^\0]*", "NAME=VALUE")
+PASSED_VARIABLE = Form(r"[A-Za-z_]\w*(=[^\0]*)?", "NAME=VALUE, or NAME of a variable that is set in the job")
 ADDRESS = Form(r"\w[\w.+-]*(@\w[\w.-]*)?", "one address")
 MEMORY = Form(r"[1-9][0-9]*[KMGT]", "a number with its unit, K, M, G or T: 4G")
 SIGNAL = Form(r"(USR1|USR2|TERM)@[1-9][0-9]{0,4}", "USR1, USR2 or TERM, @ and seconds: USR1@180")
