@@ -747,6 +747,20 @@ else:
         tests="tests/unit/test_jobs.py -k but_none_that_it_excludes",
     ),
     Mutant(
+        "job.j2",
+        old="""{{ "${" ~ name }}-$caches/{{ directory }}}""",
+        new="$caches/{{ directory }}",
+        fault="`mpicomm job --local-caches` replaces directories that the user has set.",
+        tests="tests/unit/test_jobs.py -k test_caches_are_in_a_directory_of_the_job",
+    ),
+    Mutant(
+        "torchrun.j2",
+        old=" + job.caches",
+        new="",
+        fault="On other hosts of PBS and LSF, ranks of torchrun write caches to the shared home directory.",
+        tests="tests/unit/test_jobs.py -k test_the_ranks_of_torchrun_get_the_caches",
+    ),
+    Mutant(
         "why_unusable",
         old="accelerator.is_available()",
         new="not accelerator.is_available()",

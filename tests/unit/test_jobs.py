@@ -34,6 +34,10 @@ printf '%s\0' "$name" "$@" $'\036' >>"$CALLS"  # at once: there may be several a
 status=STATUS_$name
 exit "${!status:-0}"
 """
+CACHES = (
+    *("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"),
+)
 SUBMITTERS = ("scontrol", "qsub", "bsub", "flux")
 STARTERS = (*SUBMITTERS, "python", "mpicomm", "srun", "pbs_tmrsh", "blaunch", "torchrun", "module")
 
@@ -314,6 +318,33 @@ def test_the_ranks_get_their_environment(job, scheduler: str) -> None:
     (made.stand_ins / "mpicomm").write_text('#!/bin/bash\nprintf "%s|" "$PWD" "$OMP_NUM_THREADS" "$A" "$(umask)"\n')
     umask = "0022" if scheduler == "pbs" else run_command(["bash", "-c", "umask"]).stdout.strip()
     assert made.run().stdout == f"{made.submitted}|3|it's $HOME; `x`\nend|{umask}|"
+
+
+@each_scheduler
+def test_caches_are_in_a_directory_of_the_job(job, tmp_path: Path, scheduler: str) -> None:
+    made = job(scheduler, "train", local_caches=True, env=("TRITON_CACHE_DIR=",))
+    shown = " ".join(f'"${name}"' for name in CACHES)
+    program = f'#!/bin/bash\ntouch "$MIOPEN_CUSTOM_CACHE_DIR"\nprintf "%s\\n" {shown} "$(ls "$TMPDIR"/*)"; exit 3\n'
+    (made.stand_ins / "mpicomm").write_text(program)
+    (tmp_path / "node").mkdir()
+    outcome = made.run(TMPDIR=str(tmp_path / "node"), TORCHINDUCTOR_CACHE_DIR="/my cache")
+    *values, listed = outcome.stdout.splitlines()
+    directory = str(Path(values[0]).parent)
+    assert values == [f"{directory}/miopen-db", f"{directory}/miopen", "/my cache", "", f"{directory}/torch-extensions"]
+    assert (outcome.status, listed, Path(directory).parent) == (3, "miopen", tmp_path / "node")
+    assert list((tmp_path / "node").iterdir()) == [], "removed at the end of the job"
+
+
+@pytest.mark.parametrize(("scheduler", "starter"), [("pbs", "pbs_tmrsh"), ("lsf", "blaunch")])
+def test_the_ranks_of_torchrun_get_the_caches(job, scheduler: str, starter: str) -> None:
+    made = job(scheduler, "torchrun", "train.py", local_caches=True)
+    assert made.run(TRITON_CACHE_DIR="/mine").status == 0
+    calls = made.calls(starter)
+    assert len(calls) == 2
+    for call in calls:
+        names = [word.partition("=")[0] for word in call[: call.index("torchrun")]]
+        assert [name for name in CACHES if name not in names] == []
+        assert "TRITON_CACHE_DIR=/mine" in call
 
 
 @each_scheduler

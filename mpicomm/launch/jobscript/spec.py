@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import PurePath
 
 from mpicomm.errors import LaunchError
@@ -22,6 +23,15 @@ _NO_SIGNAL = (
 _NO_MEMORY = (("slurm", "pbs", "lsf"), "Flux does not schedule memory; use --exclusive")
 _NO_MAIL = (("slurm", "pbs", "lsf"), "Flux sends no mail")
 _NO_ARRAY = (("slurm", "pbs", "lsf"), "in Flux submit the script once for each index")
+_CACHES = {
+    # https://github.com/ROCm/MIOpen: src/db_path.cpp.in and src/binary_cache.cpp, which create the directories
+    "MIOPEN_USER_DB_PATH": "miopen-db",
+    "MIOPEN_CUSTOM_CACHE_DIR": "miopen",
+    # torch/_inductor/runtime/cache_dir_utils.py and torch/utils/cpp_extension.py; Triton's default is in the home
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCH_EXTENSIONS_DIR": "torch-extensions",
+}
 _OF_EVERY_JOB = ("PATH", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_URI")
 _EARLY = 60  # seconds by which Slurm may send the signal early, see --signal in sbatch(1)
 
@@ -89,6 +99,9 @@ class JobSpec:
         "variable that the ranks do not get, or a pattern, as in 'NCCL_*'; repeat for more",
         "NAME",
         default=(),
+    )
+    local_caches: bool = option(
+        "write the caches of compiled kernels (MIOpen, Triton, torch) to each node's $TMPDIR, or /tmp", default=False
     )
 
     # 5. exit before the time limit
@@ -186,6 +199,11 @@ class JobSpec:
     def variable_names(self) -> list[str]:
         """Names in `env`, with a value or without."""
         return [assignment.partition("=")[0] for assignment in self.env]
+
+    @property
+    def caches(self) -> Mapping[str, str]:
+        """For each variable that `local_caches` sets, the name of the directory; empty without it."""
+        return _CACHES if self.local_caches else {}
 
     @property
     def index(self) -> str | None:
