@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from mpicomm.doctor.fabric_rules import RULES, Source
 from mpicomm.launch import environment
 from tests.compat import results
 from tests.launching import ROOT
@@ -264,6 +265,18 @@ def _forwarded() -> str:
     return _table(("variables of", "names and patterns"), *rows, align="---")
 
 
+def _fabric() -> str:
+    settings: dict[tuple[Source, str], list[str]] = {}
+    for rule in RULES:
+        name = f"`{rule.setting}`" if rule.setting.isupper() else rule.setting
+        settings.setdefault((rule.source, rule.network), []).append(name)
+    rows = [
+        (network, ", ".join(dict.fromkeys(names)), f"[{source.title}]({source.url})", source.date)
+        for (source, network), names in settings.items()
+    ]
+    return _table(("network", "settings", "source", "date"), *rows, align="---")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": _all_reduce,
     "ratios": _ratios,
@@ -284,6 +297,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpus": _gpus,
     "gpu-throughput": _gpu_throughput,
     "forwarded": _forwarded,
+    "fabric": _fabric,
 }
 
 
