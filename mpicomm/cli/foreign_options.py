@@ -19,16 +19,8 @@ FOREIGN = {
 """Options of mpirun, srun and torchrun by their names there, and the option of `mpicomm run` for each."""
 
 _WITH_VALUE = (
-    RANKS,
-    *PER_NODE,
-    HOSTS,
-    HOSTFILE,
-    VARIABLE,
-    "--log-dir",
-    "--max-restarts",
-    "--grace-period",
-    "--spares",
-    LAUNCHER_ARGUMENT,
+    *(RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, "--no-env", LAUNCHER_ARGUMENT),
+    *("--log-dir", "--max-restarts", "--grace-period", "--spares"),
 )
 _BY_HAND = ("--nnodes", "--node-rank", "--master-addr", "--master-port")  # programs may have these options too
 HOROVOD = "--horovod"

@@ -42,7 +42,7 @@ def build(request: Request, environ: Mapping[str, str]) -> Start:
         LaunchError: If the ranks cannot be started, or if this process is a rank of another job.
         MPINotFoundError: If there is no MPI library.
     """
-    start = _build(request, {**environ, **request.variables})
+    start = _build(request, {**environment.without(environ, request.excluded), **request.variables})
     hidden = frozenset(name for name in request.variables if not name.startswith(PREFIX))
     return dataclasses.replace(start, environ={**start.environ, **request.variables}, hidden=hidden)
 

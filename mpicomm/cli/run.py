@@ -18,7 +18,7 @@ from mpicomm.cli.argument_types import Parser, count
 from mpicomm.cli.attempts import RestartPolicy
 from mpicomm.cli.console import failed, print_message
 from mpicomm.errors import LaunchError, MPINotFoundError
-from mpicomm.launch import allocation, request
+from mpicomm.launch import allocation, environment, request
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.node_range import NodeRange
 from mpicomm.launch.request import Node, Request
@@ -73,6 +73,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=[],
         type=_launcher_argument,
         help="pass this argument to the launcher, after the options that mpicomm run passes; repeat for more",
+    )
+    parser.add_argument(
+        "--no-env",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="start the ranks on all hosts as if this variable were not set; NAME may be a pattern, as in 'NCCL_*'; "
+        "repeat for more",
     )
     parser.add_argument("--log-dir", metavar="D", help="write each rank's output to D/rank_003.log; show only rank 0's")
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
@@ -171,6 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _request(arguments: argparse.Namespace) -> Request:
     program = request.program(arguments.words, arguments.module, sys.executable)
+    environ = environment.without(os.environ, arguments.no_env)
     _check_exists(program)
     spares = {SPARES: str(arguments.spares)} if arguments.spares else {}
     is_fault_tolerant = arguments.fault_tolerant or arguments.spares > 0
@@ -188,7 +197,8 @@ def _request(arguments: argparse.Namespace) -> Request:
         tag_output=arguments.tag_output,
         is_fault_tolerant=is_fault_tolerant,
         launcher_arguments=tuple(arguments.launcher_arg),
-        variables={**request.variables(arguments.env, os.environ), **spares, **elastic},
+        variables={**request.variables(arguments.env, environ), **spares, **elastic},
+        excluded=tuple(arguments.no_env),
     )
 
 

@@ -54,6 +54,8 @@ class Request:
     """Variables for the ranks on all hosts."""
     launcher_arguments: tuple[str, ...] = ()
     """Arguments that the launcher gets unchanged, after the options of `mpicomm run` and before the program."""
+    excluded: tuple[str, ...] = ()
+    """Names and patterns of variables of this process that no rank gets, as if they were not set."""
 
     def rank_command(self, python: str) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set."""

@@ -29,6 +29,21 @@ def test_run_takes_the_whole_allocation_and_writes_a_log_for_each_rank(cluster: 
     assert f"srun --mpi={flavour.srun_type} " in outcome.stderr, outcome
 
 
+SHOW = "import os; print(*(os.environ.get(name) for name in ('FI_PROVIDER', 'NCCL_DEBUG', 'OTHER')))"
+SET = ["env", "FI_PROVIDER=tcp", "NCCL_DEBUG=WARN", "OTHER=1"]
+
+
+@pytest.mark.parametrize("is_step", [False, True], ids=["mpiexec", "srun"])
+def test_ranks_on_all_hosts_get_the_same_variables(cluster: Cluster, flavour: Flavour, is_step: bool) -> None:
+    run = [*SET, flavour.python, "-m", "mpicomm", "run", "--env", "OTHER", "--no-env", "NCCL_*"]
+    if is_step:
+        outcome = cluster.run("salloc", *PAIR, *run, "python", "-c", SHOW)
+    else:
+        outcome = cluster.run(*run, "--hosts", "node1,node2", "python", "-c", SHOW)
+    assert outcome.status == 0, outcome
+    assert outcome.stdout.splitlines() == ["tcp None 1"] * 2, outcome
+
+
 def test_run_takes_all_components_of_a_heterogeneous_job(cluster: Cluster, flavour: Flavour) -> None:
     step = quoted(flavour.python, "-m", "mpicomm", "run", *PLACE)
     folder = cluster.submit("het.sh", "-N1", "-n1", ":", "-N1", "-n2", lines=step)
@@ -69,7 +84,7 @@ def test_doctor_compares_the_hosts(cluster: Cluster, open_mpi: Flavour) -> None:
     other = cluster.folder()
     (other / "numpy-99.0.dist-info").mkdir()
     (other / "numpy-99.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 99.0\n")
-    doctor = quoted(open_mpi.python, "-m", "mpicomm", "doctor", "--json")
+    doctor = quoted(open_mpi.python, "-m", "mpicomm", "doctor", "--json", "--fabric")
     task = f'[ "$SLURM_NODEID" = 0 ] || export PYTHONPATH={other}:"$PYTHONPATH"; exec {doctor}'
     outcome = cluster.run("srun", *PAIR, f"--mpi={open_mpi.srun_type}", "bash", "-c", task)
     found = json.loads(outcome.stdout)
@@ -80,6 +95,8 @@ def test_doctor_compares_the_hosts(cluster: Cluster, open_mpi: Flavour) -> None:
     findings = {each["check"]: each for each in reversed(found["findings"])}
     assert findings["versions of hosts"]["status"] == "warning"
     assert findings["versions of hosts"]["message"].endswith("on node3; 99.0 on node4"), outcome
+    assert findings["network devices"]["ranks"] == [0, 1], "the hosts have the same interfaces"
+    assert "eth1" in findings["rendezvous"]["message"], outcome
     assert findings["srun"]["message"].startswith(f"srun --mpi={open_mpi.srun_type} starts ranks"), outcome
     assert outcome.status == (1 if found["status"] == "problem" else 0), outcome
 

@@ -692,17 +692,51 @@ def test_launchers_get_a_home(is_known: bool, home: str, monkeypatch: pytest.Mon
 
 
 TRAVELLING = (
-    "CCL_LOG_LEVEL CUDA_HOME HF_HOME HSA_XNACK LD_LIBRARY_PATH LSB_JOBID LSB_JOBINDEX MASTER_ADDR MPICOMM_DEBUG "
-    "NCCL_DEBUG OMP_NUM_THREADS PATH PBS_ARRAY_INDEX PBS_JOBID PYTHONPATH SLURM_ARRAY_TASK_ID SLURM_JOB_ID "
-    "THP_MEM_ALLOC_ENABLE TORCH_LOGS VIRTUAL_ENV ZE_FLAT_DEVICE_HIERARCHY"
+    "CCL_LOG_LEVEL CUDA_HOME FI_PROVIDER HF_HOME HIP_LAUNCH_BLOCKING HSA_XNACK I_MPI_DEBUG LD_LIBRARY_PATH LSB_JOBID "
+    "LSB_JOBINDEX MASTER_ADDR MIOPEN_USER_DB_PATH MPICH_GPU_SUPPORT_ENABLED MPICOMM_DEBUG MPIR_CVAR_ENABLE_GPU "
+    "NCCL_DEBUG OMP_NUM_THREADS PATH PBS_ARRAY_INDEX PBS_JOBID PYTHONPATH RCCL_MSCCL_ENABLE ROCR_LOG "
+    "SLURM_ARRAY_TASK_ID SLURM_JOB_ID THP_MEM_ALLOC_ENABLE TORCH_LOGS TRITON_CACHE_DIR UCX_TLS VIRTUAL_ENV "
+    "ZE_FLAT_DEVICE_HIERARCHY"
 )
+PROXIES = [
+    name for proxy in ("http", "https", "ftp", "no", "all") for name in (f"{proxy}_proxy", f"{proxy}_PROXY".upper())
+]
 
 
 def test_variables_are_forwarded_to_other_hosts() -> None:
     travelling = TRAVELLING.split()
-    staying = ["DISPLAY", "HOSTNAME", "PBS_NODEFILE", "PWD", "SSH_TTY", "TMPDIR", *visible_devices.NAMES]
+    staying = ["DISPLAY", "HOSTNAME", "PBS_NODEFILE", "PWD", "SSH_TTY", "TMPDIR", *PROXIES, *visible_devices.NAMES]
     assert environment.forwarded(dict.fromkeys([*staying, *travelling], "1")) == travelling
     assert environment.forwarded(dict.fromkeys(visible_devices.NAMES, "1"), everything=True) == []
+
+
+@pytest.mark.parametrize(
+    ("patterns", "left"),
+    [
+        ((), "A1 B NCCL_DEBUG NCCL_PROTO PATH SLURM_JOB_ID"),
+        (("B",), "A1 NCCL_DEBUG NCCL_PROTO PATH SLURM_JOB_ID"),
+        (("NCCL_*", "A?"), "B PATH SLURM_JOB_ID"),
+        (("NCCL", "b", "GONE", "*_PROTO"), "A1 B NCCL_DEBUG PATH SLURM_JOB_ID"),
+    ],
+)
+def test_variables_that_the_user_excludes(patterns: tuple[str, ...], left: str) -> None:
+    environ = dict.fromkeys(["A1", "B", "NCCL_DEBUG", "NCCL_PROTO", "PATH", "SLURM_JOB_ID"], "1")
+    assert list(environment.without(environ, patterns)) == left.split()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("*", "--no-env [*] would remove PATH, SLURM_JOB_ID, SLURM_NNODES, ..., which the launcher of the ranks needs"),
+        ("PAT?", "--no-env PAT. would remove PATH, which the launcher"),
+        ("A=secret", "--no-env A=[*]{3}: expected the name of a variable, or a pattern such as 'NCCL_[*]'"),
+        ("", "--no-env : expected the name"),
+    ],
+)
+def test_variables_that_cannot_be_excluded(pattern: str, message: str) -> None:
+    environ = dict.fromkeys(["A", "PATH", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS"], "1")
+    with pytest.raises(LaunchError, match=message):
+        environment.without(environ, [pattern])
 
 
 def test_variables_that_the_user_names_are_forwarded_too() -> None:

@@ -35,6 +35,7 @@ FILE = Form(
 DIRECTORY = Form(r"[^~$\0-].*", "a path without $HOME and ~, which are not expanded, and without - at its start")
 MODULE = Form(r"\w[\w./:+@-]*", "a module, for example openmpi/5.0.5")
 VARIABLE = Form(r"[A-Za-z_]\w*=[^\0]*", "NAME=VALUE")
+PASSED_VARIABLE = Form(r"[A-Za-z_]\w*(=[^\0]*)?", "NAME=VALUE, or NAME of a variable that is set in the job")
 ADDRESS = Form(r"\w[\w.+-]*(@\w[\w.-]*)?", "one address")
 DIRECTIVE = Form(r"[ \t]*[^\s#\0][^\r\n\0]*", "one line, without #SBATCH, #PBS, #BSUB or # flux: at its start")
 ARGUMENT = Form(r"[^\0]+", "an argument of the launcher")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import PurePath
 
-from mpicomm.launch import known_launchers
+from mpicomm.errors import LaunchError
+from mpicomm.launch import environment, known_launchers
 from mpicomm.launch.jobscript import options, quoting
 from mpicomm.launch.jobscript.options import Option, check_choice, flag, option, program_name
 from mpicomm.launch.jobscript.schedulers import SCHEDULERS, Scheduler
@@ -24,6 +26,16 @@ _NO_ARRAY = (("slurm", "pbs", "lsf"), "in Flux submit the script once for each i
 _OF_RESOURCE = {"select": ("mem", "mem_per_cpu", "mem_per_gpu"), "place": ("exclusive",)}
 """The options that are no more than a part of a resource of PBS."""
 
+_CACHES = {
+    # https://github.com/ROCm/MIOpen: src/db_path.cpp.in and src/binary_cache.cpp, which create the directories
+    "MIOPEN_USER_DB_PATH": "miopen-db",
+    "MIOPEN_CUSTOM_CACHE_DIR": "miopen",
+    # torch/_inductor/runtime/cache_dir_utils.py and torch/utils/cpp_extension.py; Triton's default is in the home
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCH_EXTENSIONS_DIR": "torch-extensions",
+}
+_OF_EVERY_JOB = ("PATH", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_URI")
 _EARLY = 60  # seconds by which Slurm may send the signal early, see --signal in sbatch(1)
 
 
@@ -87,7 +99,20 @@ class JobSpec:
     chdir: str | None = option("working directory (default: the submission directory)", "DIR", options.DIRECTORY)
     module: tuple[str, ...] = option("module to load; repeat for more", "M", options.MODULE, default=())
     venv: str | None = option("Python virtual environment to activate", "DIR", options.DIRECTORY)
-    env: tuple[str, ...] = option("variable to export; repeat for more", "NAME=VALUE", options.VARIABLE, default=())
+    env: tuple[str, ...] = option(
+        "variable to export, or NAME of one that is set in the job; repeat for more",
+        "NAME[=VALUE]",
+        options.PASSED_VARIABLE,
+        default=(),
+    )
+    no_env: tuple[str, ...] = option(
+        "variable that the ranks do not get, or a pattern, as in 'NCCL_*'; repeat for more",
+        "NAME",
+        default=(),
+    )
+    local_caches: bool = option(
+        "write the caches of compiled kernels (MIOpen, Triton, torch) to each node's $TMPDIR, or /tmp", default=False
+    )
 
     launcher_arg: tuple[str, ...] = option(
         "argument for the launcher of the ranks; repeat for more", "ARG", options.ARGUMENT, default=()
@@ -112,6 +137,7 @@ class JobSpec:
         _check_resources(self)
         _check_time(self)
         _check_mail(self)
+        _check_variables(self)
         _check_command(self)
         _check_scheduler(self)
 
@@ -191,7 +217,18 @@ class JobSpec:
     @property
     def variables(self) -> list[tuple[str, str]]:
         """Names and values in `env`."""
-        return [(name, value) for name, _, value in (assignment.partition("=") for assignment in self.env)]
+        parts = (assignment.partition("=") for assignment in self.env)
+        return [(name, value) for name, has_value, value in parts if has_value]
+
+    @property
+    def variable_names(self) -> list[str]:
+        """Names in `env`, with a value or without."""
+        return [assignment.partition("=")[0] for assignment in self.env]
+
+    @property
+    def caches(self) -> Mapping[str, str]:
+        """For each variable that `local_caches` sets, the name of the directory; empty without it."""
+        return _CACHES if self.local_caches else {}
 
     @property
     def index(self) -> str | None:
@@ -252,6 +289,18 @@ def _check_mail(spec: JobSpec) -> None:
         check_choice("--mail-type", event, spec.system.mail_types)
 
 
+def _check_variables(spec: JobSpec) -> None:
+    try:
+        kept = environment.without(dict.fromkeys([*_OF_EVERY_JOB, *spec.variable_names], ""), spec.no_env)
+    except LaunchError as error:
+        raise ValueError(" ".join(str(error).splitlines())) from error
+    for name in spec.variable_names:
+        if name not in kept:
+            raise ValueError(
+                f"--env {name} and --no-env contradict each other for this variable; remove one of the two"
+            )
+
+
 def _check_command(spec: JobSpec) -> None:
     launchers = [launcher for launcher in known_launchers.ALL if launcher is not known_launchers.TORCHRUN]
     starters = [name for launcher in launchers for name in launcher.commands]
@@ -298,6 +347,10 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
                 f"{flag(field)} does not work with torchrun, which runs without MPI and turns status 85 into 1; "
                 f"use -- python train.py"
             )
+    if spec.no_env:
+        raise ValueError("--no-env is an option of mpicomm run, without which torchrun starts; use -- python train.py")
+    if without := [assignment for assignment in spec.env if "=" not in assignment]:
+        raise ValueError(f"--env {without[0]}: torchrun starts without mpicomm run; expected {without[0]}=VALUE")
 
 
 def _check_scheduler(spec: JobSpec) -> None:
