@@ -68,9 +68,9 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     if isinstance(job, FluxAllocation) and not request.hosts:
         _refuse_fault_tolerance(request, "flux run")
         return commands.flux_run(request, machine, job, library, _flux_plugins(), environ)
-    executable = queries.mpiexec(library, environ.get("PATH", ""))
+    executable, launcher = queries.mpiexec(library, environ.get("PATH", ""))
     agent = _agent(job, environ) if isinstance(job, HostAllocation) else None
-    return commands.mpiexec(request, machine, library, executable, environ, job=job, agent=agent)
+    return commands.mpiexec(request, machine, library, executable, environ, job=job, agent=agent, launcher=launcher)
 
 
 def _allocation(request: Request, machine: Machine, environ: Mapping[str, str]) -> Allocation | None:
