@@ -1,4 +1,4 @@
-"""Launch commands: mpiexec, srun and flux run in their allocations, and torchrun without MPI."""
+"""Launch commands: mpiexec, the launchers of schedulers in their allocations, and torchrun without MPI."""
 
 from __future__ import annotations
 
@@ -242,6 +242,34 @@ def _options_of_step(request: Request, mpi_type: str) -> list[str]:
     # With 1, srun kills the other ranks when the first one exits with a non-zero status, and reports 143 for them: the
     # status 85 of a Trainer would be lost. If a rank dies, mpicomm aborts the job.
     return [f"--mpi={mpi_type}", "--kill-on-bad-exit=0", *["--label"] * request.tag_output]
+
+
+# -- ibrun -------------------------------------------------------------------------------------------------------------
+
+
+def ibrun(request: Request, machine: Machine, job: SlurmAllocation, environ: Mapping[str, str]) -> Start:
+    """Return the launch of ranks by TACC's ibrun, by default of all tasks of the job.
+
+    Its options are those of TACC's user guide of Stampede3, "Launching Applications" (2026-08).
+
+    Raises:
+        LaunchError: If the request needs an option that ibrun does not have, or more tasks than the job has.
+    """
+    ranks = request.ranks or job.ranks
+    if ranks > job.ranks:
+        raise LaunchError(
+            f"ibrun starts at most the {job.ranks} tasks of this Slurm job, got -n {ranks}.\n"
+            f"Request {ranks} tasks from Slurm (sbatch -n {ranks}), or use --launcher mpiexec."
+        )
+    if request.tag_output:
+        raise LaunchError(
+            "--tag-output: ibrun cannot show which rank has written a line.\n"
+            "Write a file for each rank (--log-dir DIR), or use --launcher mpiexec."
+        )
+    options = [] if ranks == job.ranks else ["-n", str(ranks), "-o", "0"]  # both or none of them
+    cpus = min(job.cpus, default=0) // -(-ranks // job.nodes)
+    child = _for_step(environ, threads=job.cpus_per_task or cpus or 1)
+    return Start(("ibrun", *options, *_last_words(request, machine)), child, ranks=ranks)
 
 
 # -- flux run ----------------------------------------------------------------------------------------------------------

@@ -282,6 +282,14 @@ def test_ranks_start_with_the_mpi_of_their_python(scheduler: str) -> None:
     assert re.search(r"\nmpicomm run .*\\\n    ./solver\n", script(job(scheduler, "./solver")))
 
 
+@each_scheduler
+def test_ranks_start_by_the_launcher_of_the_user(scheduler: str) -> None:
+    for launcher in SCHEDULERS[scheduler].launchers:
+        text = script(job(scheduler, launcher=launcher))
+        assert text.count(f"\npython -m mpicomm run --launcher {launcher} ") == 1
+    assert "--launcher" not in script(job(scheduler))
+
+
 @pytest.mark.parametrize(
     ("command", "name"),
     [
@@ -422,6 +430,9 @@ REFUSED = [
     ("pbs --array 0-9 --requeue", "python x.py", "PBS cannot resubmit one job of an array; remove one of the two"),
     ("pbs --requeue --output a.out", "python x.py", "would overwrite this file; use a directory, a.out/"),
     ("slurm --env 1A=2", "python x.py", "--env '1A=***': expected NAME=VALUE"),
+    ("pbs --launcher srun", "python x.py", "--launcher in PBS 'srun': expected one of pals, mpiexec"),
+    ("slurm --launcher srun", "torchrun x.py", "--launcher does not work with torchrun, which starts the ranks of"),
+    ("slurm", "ibrun python x.py", "remove ibrun and its options"),
     ("slurm --max-restarts 0 --requeue", "python x.py", "--max-restarts 0: expected 1 or more"),
     ("slurm", "srun python x.py", "the script starts the ranks itself: remove srun and its options"),
     ("pbs", "/opt/mpi/bin/mpirun -n 4 python x.py", "remove mpirun and its options"),

@@ -136,10 +136,11 @@ TWO_NODES = SlurmAllocation(nodes=2, ranks=2, cpus=(2, 2))
         lambda requested: by_mpiexec(MPICH, dataclasses.replace(requested, hosts=(Host("a"), Host("b")))),
         lambda requested: commands.srun(requested, MACHINE, TWO_NODES, "pmix", HOME),
         lambda requested: commands.srun(requested, MACHINE, dataclasses.replace(TWO_NODES, groups=2), "pmix", HOME),
+        lambda requested: commands.ibrun(dataclasses.replace(requested, tag_output=False), MACHINE, TWO_NODES, HOME),
         lambda requested: commands.flux_run(requested, MACHINE, FluxAllocation(1, 2, 0), MPICH, (), HOME),
         lambda requested: commands.torchrun(requested, Node(0, 1, "127.0.0.1", 1234), MACHINE, HOME),
     ],
-    ids=["mpiexec", "mpiexec on hosts", "srun", "srun on groups", "flux run", "torchrun"],
+    ids=["mpiexec", "mpiexec on hosts", "srun", "srun on groups", "ibrun", "flux run", "torchrun"],
 )
 def test_the_launcher_gets_the_arguments_of_the_user_after_our_options(start: Callable[[Request], Start]) -> None:
     requested = Request(PROGRAM, log_dir="logs", tag_output=True, launcher_arguments=ARGUMENTS)
