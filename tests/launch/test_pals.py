@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mpicomm.launch.jobscript import JobSpec, script
 from tests.launching import Outcome, run_command
 from tests.pals import installation
 
@@ -74,6 +75,25 @@ def test_ranks_are_those_of_pals_and_their_status_is_kept(job: PalsJob) -> None:
     assert [line["environ"] for line in lines] == [
         {"A": "x y", "PALS_RANKID": str(rank), "PALS_CPU_BIND": "depth"} for rank in range(2)
     ]
+
+
+def test_a_job_script_for_pals(job: PalsJob) -> None:
+    text = script(
+        JobSpec("pbs", (str(job.python), "rank.py", "0", "A"), ranks_per_node=2, launcher="pals", env=("A=x y",))
+    )
+    file = job.program.with_name("job.pbs")
+    file.write_text(text)
+    outcome = run_command(["bash", str(file)], env=job.environ | {"PBS_O_WORKDIR": str(file.parent)})
+    assert outcome.status == 0, outcome
+    assert f"{job.mpiexec} -n 2 --ppn 2 " in outcome.stderr, outcome
+    assert [json.loads(line)["environ"] for line in outcome.stdout.splitlines()] == [{"A": "x y"}] * 2
+
+
+def test_ranks_that_the_user_starts_by_pals(job: PalsJob) -> None:
+    command = [job.mpiexec, "-n", 2, "--ppn", 2, job.python, job.program, 0]
+    outcome = run_command(list(map(str, command)), env=job.environ)
+    assert outcome.status == 0, outcome
+    assert {json.loads(line)["launcher"] for line in outcome.stdout.splitlines()} == {"PALS mpiexec"}
 
 
 def test_ranks_that_pals_does_not_connect_report_the_option(job: PalsJob) -> None:

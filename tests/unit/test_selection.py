@@ -126,6 +126,13 @@ GOLDEN: list[tuple[Library, str, dict[str, str], str, str]] = [  # library, PATH
         "OMP_NUM_THREADS=8 THP_MEM_ALLOC_ENABLE=1 hydra/mpiexec -n 8 -f nodes -bind-to core:8 python train.py",
     ),
     (MPICH, "hydra:pals", PBS, "--launcher pals train.py", f"OMP_NUM_THREADS=8 {ON_FILE}"),
+    (
+        CRAY,
+        "pals",
+        PBS,
+        "--launcher-arg=--cpu-bind=numa train.py",  # PALS applies the last one
+        f"OMP_NUM_THREADS=8 {ON_FILE}".replace("python", "--cpu-bind=numa python"),
+    ),
     # srun on Cray
     (
         CRAY,
@@ -157,6 +164,13 @@ GOLDEN: list[tuple[Library, str, dict[str, str], str, str]] = [  # library, PATH
     # ibrun: TACC's user guide of Stampede3
     (INTEL, "tacc", SLURM, "train.py", "OMP_NUM_THREADS=16 THP_MEM_ALLOC_ENABLE=1 ibrun python train.py"),
     (MPICH, "tacc:slurm", SLURM, "train.py", "OMP_NUM_THREADS=16 THP_MEM_ALLOC_ENABLE=1 ibrun python train.py"),
+    (
+        INTEL,
+        "tacc",
+        SLURM,
+        "-n 4 --launcher-arg task_affinity train.py",  # the guide's program for -n
+        "OMP_NUM_THREADS=32 THP_MEM_ALLOC_ENABLE=1 ibrun -n 4 -o 0 task_affinity python train.py",
+    ),
     (INTEL, "tacc", SLURM, "-n 8 train.py", "OMP_NUM_THREADS=16 THP_MEM_ALLOC_ENABLE=1 ibrun python train.py"),
     (
         INTEL,
