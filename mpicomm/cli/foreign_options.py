@@ -18,10 +18,8 @@ FOREIGN = {
 }
 """Options of mpirun, srun and torchrun by their names there, and the option of `mpicomm run` for each."""
 
-_WITH_VALUE = (
-    *(RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, "--no-env", LAUNCHER_ARGUMENT),
-    *("--log-dir", "--max-restarts", "--grace-period", "--spares"),
-)
+_OURS = ("--no-env", "--launcher", LAUNCHER_ARGUMENT, "--log-dir", "--max-restarts", "--grace-period", "--spares")
+_WITH_VALUE = (RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, *_OURS)
 _BY_HAND = ("--nnodes", "--node-rank", "--master-addr", "--master-port")  # programs may have these options too
 HOROVOD = "--horovod"
 _FLAGS = ("--tag-output", "--dry-run", "--fault-tolerant", HOROVOD)

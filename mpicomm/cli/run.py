@@ -18,7 +18,7 @@ from mpicomm.cli.argument_types import Parser, count
 from mpicomm.cli.attempts import RestartPolicy
 from mpicomm.cli.console import failed, print_message
 from mpicomm.errors import LaunchError, MPINotFoundError
-from mpicomm.launch import allocation, environment, request
+from mpicomm.launch import allocation, environment, request, selection
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.node_range import NodeRange
 from mpicomm.launch.request import Node, Request
@@ -65,6 +65,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         default=[],
         help="pass this variable to the ranks on all hosts; repeat for more",
+    )
+    parser.add_argument(
+        "--launcher",
+        choices=selection.LAUNCHERS,
+        help="the launcher that starts the ranks (default: that of the scheduler, or the mpiexec of the MPI in use)",
     )
     parser.add_argument(
         foreign_options.LAUNCHER_ARGUMENT,
@@ -191,6 +196,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         program=program,
         ranks=arguments.ranks or (arguments.nproc_per_node if arguments.node_rank is not None else None),
         hosts=_hosts(arguments),
+        launcher=arguments.launcher,
         node=_node(arguments),
         log_dir=arguments.log_dir,
         appends_logs=allocation.requeues(os.environ) > 0,
@@ -269,6 +275,11 @@ def _node(arguments: argparse.Namespace) -> Node | None:
     nodes, rank, addr, port = arguments.nnodes, arguments.node_rank, arguments.master_addr, arguments.master_port
     if not any(given is not None for given in (rank, addr, port)):
         return None
+    if arguments.launcher is not None:
+        raise LaunchError(
+            f"--launcher {arguments.launcher} cannot be combined with --node-rank, with which torchrun starts the "
+            f"ranks.\nRemove one of the two."
+        )
     if nodes is not None and nodes.least != nodes.most:
         raise LaunchError(f"--nnodes must be one number with --node-rank, got {nodes}.\nPass --nnodes N.")
     if None in (nodes, rank, addr):

@@ -1,8 +1,9 @@
-"""Launch commands: mpiexec of the MPI library, srun and flux run in their allocations, and torchrun without MPI."""
+"""Launch commands: mpiexec, the launchers of schedulers in their allocations, and torchrun without MPI."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 
 from mpicomm.errors import LaunchError
@@ -38,9 +39,14 @@ class Placement:
     is_exclusive: bool = False
     """Whether no other job uses the cores."""
     hosts: tuple[Host, ...] = ()
-    """The hosts for the command line; empty if the launcher determines the hosts."""
+    """The hosts; empty if the launcher determines them."""
     file: str | None = None
-    """The host file of PBS."""
+    """The host file of PBS, which names them."""
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether no rank is on a host that the command line names, other than the only one of a PBS job."""
+        return self.nodes == 1 and (self.file is not None or not self.hosts)
 
     @property
     def cores_per_rank(self) -> int | None:
@@ -58,33 +64,35 @@ def mpiexec(
     *,
     job: Allocation | None = None,
     agent: str | None = None,
+    launcher: Implementation | None = None,
 ) -> Start:
     """Return the launch of ranks on this machine, on the hosts of the request, or in an allocation.
 
     Args:
-        path: The mpiexec that belongs to the library.
+        path: The mpiexec that starts the ranks.
         agent: A program that starts a command on another host of a PBS or LSF job; None to use ssh.
+        launcher: The description of this mpiexec; None for that of the library's own.
 
     Raises:
-        LaunchError: If the hosts have different numbers of ranks and the implementation does not support that.
+        LaunchError: If the hosts have different numbers of ranks and the launcher does not support that.
     """
-    mpi = library.implementation
+    mpi = launcher or library.implementation
     place = _placement(request, machine, job)
     # 1. the environment of the ranks
     is_bound_by_user = any(environ.get(name) for vendor in IMPLEMENTATIONS for name in vendor.binding_variables)
     if is_bound_by_user:
         place = dataclasses.replace(place, is_exclusive=False)
-    child = environment.for_ranks(_without_threads_for_one(environ, place), threads=place.cores // place.per_node)
+    threads = place.cores // place.per_node
+    child = {**mpi.default_environ, **environment.for_ranks(_without_threads_for_one(environ, place), threads)}
     if machine.is_root:
         child.update(mpi.root_environ)
     if place.cores_per_rank is None and not is_bound_by_user:
         child.update(mpi.unbound_environ)
     # 2. the options
     options = ["-n", str(place.ranks)]
-    if place.file:
-        options += _filled_in(mpi.host_file, file=place.file)
     if place.hosts:
-        options += _host_options(mpi, place.hosts)
+        options += _host_options(mpi, place)
+    options += _filled_in(mpi.always)
     if place.cores_per_rank:
         options += _filled_in(mpi.bound, per_node=place.per_node, cores=place.cores_per_rank)
     else:
@@ -97,13 +105,13 @@ def mpiexec(
             child.setdefault(_OVERLAP, "1")
     if request.tag_output:
         options += _filled_in(mpi.tagged)
-    is_on_one_host = place.nodes == 1 and not place.hosts
-    if not is_on_one_host:
+    if not place.is_on_one_host:
         options += _filled_in(mpi.agent, agent=agent) if agent else []
         forwarded = environment.forwarded(child, everything=request.forwards_all)
         names = dict.fromkeys([*forwarded, *request.variables])
         options += [word for name in names for word in _filled_in(mpi.forwarded, name=name)]
-    is_local = is_on_one_host and not isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
+    may_be_elsewhere = isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
+    is_local = place.is_on_one_host and not may_be_elsewhere
     parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT_VARIABLE))
     return Start((path, *options, *_last_words(request, machine)), child, is_local, parent_options, place.ranks)
 
@@ -134,8 +142,7 @@ def _placement(request: Request, machine: Machine, job: Allocation | None) -> Pl
         return dataclasses.replace(_on_hosts(hosts, request.ranks, machine), hosts=hosts)
     if isinstance(job, HostAllocation):
         place = _on_hosts(job.hosts, request.ranks, machine)
-        hosts = job.hosts if job.file is None else ()
-        return dataclasses.replace(place, hosts=hosts, file=job.file, is_exclusive=machine.is_exclusive_to(job))
+        return dataclasses.replace(place, hosts=job.hosts, file=job.file, is_exclusive=machine.is_exclusive_to(job))
     if isinstance(job, SlurmAllocation):
         ranks = request.ranks or job.ranks
         return Placement(ranks, job.nodes, per_node=-(-ranks // job.nodes), cores=min(job.cpus, default=1))
@@ -160,15 +167,22 @@ def _without_threads_for_one(environ: Mapping[str, str], place: Placement) -> Ma
     return environ
 
 
-def _host_options(mpi: Implementation, hosts: tuple[Host, ...]) -> list[str]:
-    words = [str(host) for host in hosts]
-    if "{slots}" in mpi.hosts and len({host.slots for host in hosts}) > 1:
+def _host_options(mpi: Implementation, place: Placement) -> list[str]:
+    template = mpi.hosts if place.file is None else mpi.host_file
+    slots = [host.slots for host in place.hosts]
+    if re.search("{slots}|{per_node}", template) and len(set(slots)) > 1:
         raise LaunchError(
-            f"{mpi.vendor} needs the same number of ranks on every host, got {', '.join(words)}.\n"
+            f"{mpi.vendor} needs the same number of ranks on every host, got {', '.join(map(str, place.hosts))}.\n"
             f"Give every host the same number of ranks."
         )
-    names = [host.name for host in hosts]
-    return _filled_in(mpi.hosts, hosts=",".join(words), names=",".join(names), slots=hosts[0].slots)
+    return _filled_in(
+        template,
+        file=place.file,
+        hosts=",".join(map(str, place.hosts)),
+        names=",".join(host.name for host in place.hosts),
+        slots=slots[0],
+        per_node=place.per_node,
+    )
 
 
 def _filled_in(template: str, **values: object) -> list[str]:
@@ -228,6 +242,34 @@ def _options_of_step(request: Request, mpi_type: str) -> list[str]:
     # With 1, srun kills the other ranks when the first one exits with a non-zero status, and reports 143 for them: the
     # status 85 of a Trainer would be lost. If a rank dies, mpicomm aborts the job.
     return [f"--mpi={mpi_type}", "--kill-on-bad-exit=0", *["--label"] * request.tag_output]
+
+
+# -- ibrun -------------------------------------------------------------------------------------------------------------
+
+
+def ibrun(request: Request, machine: Machine, job: SlurmAllocation, environ: Mapping[str, str]) -> Start:
+    """Return the launch of ranks by TACC's ibrun, by default of all tasks of the job.
+
+    Its options are those of TACC's user guide of Stampede3, "Launching Applications" (2026-08).
+
+    Raises:
+        LaunchError: If the request needs an option that ibrun does not have, or more tasks than the job has.
+    """
+    ranks = request.ranks or job.ranks
+    if ranks > job.ranks:
+        raise LaunchError(
+            f"ibrun starts at most the {job.ranks} tasks of this Slurm job, got -n {ranks}.\n"
+            f"Request {ranks} tasks from Slurm (sbatch -n {ranks}), or use --launcher mpiexec."
+        )
+    if request.tag_output:
+        raise LaunchError(
+            "--tag-output: ibrun cannot show which rank has written a line.\n"
+            "Write a file for each rank (--log-dir DIR), or use --launcher mpiexec."
+        )
+    options = [] if ranks == job.ranks else ["-n", str(ranks), "-o", "0"]  # both or none of them
+    cpus = min(job.cpus, default=0) // -(-ranks // job.nodes)
+    child = _for_step(environ, threads=job.cpus_per_task or cpus or 1)
+    return Start(("ibrun", *options, *_last_words(request, machine)), child, ranks=ranks)
 
 
 # -- flux run ----------------------------------------------------------------------------------------------------------

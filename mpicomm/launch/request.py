@@ -37,6 +37,8 @@ class Request:
     ranks: int | None = None
     """None for the capacity of the allocation, the hosts or the machine."""
     hosts: tuple[Host, ...] = ()
+    launcher: str | None = None
+    """The user's launcher, one of `selection.LAUNCHERS`."""
     node: Node | None = None
     slurm_nodes: tuple[str, ...] = ()
     """The nodes of a Slurm allocation to use; empty for all."""

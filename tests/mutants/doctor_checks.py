@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     Mutant(
         "Library.is_of_other_mpi",
-        old="_version_match(output) is not None and not self.owns_mpiexec(output)",
+        old="_version_match(output) is not None and self.launcher_with(output) is None",
         new="False",
         fault="The doctor does not report that the mpirun in PATH belongs to another MPI.",
         tests="tests/unit/test_doctor.py -k test_launchers_that_do_not_fit",

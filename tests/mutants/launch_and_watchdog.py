@@ -727,8 +727,8 @@ else:
     ),
     Mutant(
         "_placement",
-        old="hosts = job.hosts if job.file is None else ()",
-        new="hosts: tuple[Host, ...] = ()",
+        old="dataclasses.replace(place, hosts=job.hosts, file=job.file, is_exclusive=machine.is_exclusive_to(job))",
+        new="dataclasses.replace(place, file=job.file, is_exclusive=machine.is_exclusive_to(job))",
         fault="mpirun in an LSF job does not get its hosts: all ranks run on the first one.",
         tests="tests/unit/test_launch_commands.py -k test_hosts_of_lsf",
     ),

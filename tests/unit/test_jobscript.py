@@ -282,6 +282,14 @@ def test_ranks_start_with_the_mpi_of_their_python(scheduler: str) -> None:
     assert re.search(r"\nmpicomm run .*\\\n    ./solver\n", script(job(scheduler, "./solver")))
 
 
+@each_scheduler
+def test_ranks_start_by_the_launcher_of_the_user(scheduler: str) -> None:
+    for launcher in SCHEDULERS[scheduler].launchers:
+        text = script(job(scheduler, launcher=launcher))
+        assert text.count(f"\npython -m mpicomm run --launcher {launcher} ") == 1
+    assert "--launcher" not in script(job(scheduler))
+
+
 @pytest.mark.parametrize(
     ("command", "name"),
     [
@@ -427,6 +435,9 @@ REFUSED = [
     ("slurm --env A=1 --no-env A*", "python x.py", "--env A and --no-env contradict each other for this variable"),
     ("slurm --env A", "torchrun x.py", "--env A: torchrun starts without mpicomm run; expected A=VALUE"),
     ("slurm --no-env A", "torchrun x.py", "--no-env is an option of mpicomm run, without which torchrun starts; use -"),
+    ("pbs --launcher srun", "python x.py", "--launcher in PBS 'srun': expected one of pals, mpiexec"),
+    ("slurm --launcher srun", "torchrun x.py", "--launcher does not work with torchrun, which starts the ranks of"),
+    ("slurm", "ibrun python x.py", "remove ibrun and its options"),
     ("slurm --max-restarts 0 --requeue", "python x.py", "--max-restarts 0: expected 1 or more"),
     ("slurm", "srun python x.py", "the script starts the ranks itself: remove srun and its options"),
     ("pbs", "/opt/mpi/bin/mpirun -n 4 python x.py", "remove mpirun and its options"),

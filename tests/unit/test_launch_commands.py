@@ -136,16 +136,17 @@ TWO_NODES = SlurmAllocation(nodes=2, ranks=2, cpus=(2, 2))
         lambda requested: by_mpiexec(MPICH, dataclasses.replace(requested, hosts=(Host("a"), Host("b")))),
         lambda requested: commands.srun(requested, MACHINE, TWO_NODES, "pmix", HOME),
         lambda requested: commands.srun(requested, MACHINE, dataclasses.replace(TWO_NODES, groups=2), "pmix", HOME),
+        lambda requested: commands.ibrun(dataclasses.replace(requested, tag_output=False), MACHINE, TWO_NODES, HOME),
         lambda requested: commands.flux_run(requested, MACHINE, FluxAllocation(1, 2, 0), MPICH, (), HOME),
         lambda requested: commands.torchrun(requested, Node(0, 1, "127.0.0.1", 1234), MACHINE, HOME),
     ],
-    ids=["mpiexec", "mpiexec on hosts", "srun", "srun on groups", "flux run", "torchrun"],
+    ids=["mpiexec", "mpiexec on hosts", "srun", "srun on groups", "ibrun", "flux run", "torchrun"],
 )
 def test_the_launcher_gets_the_arguments_of_the_user_after_our_options(start: Callable[[Request], Start]) -> None:
     requested = Request(PROGRAM, log_dir="logs", tag_output=True, launcher_arguments=ARGUMENTS)
-    ranks = requested.rank_command(PYTHON)
-    without = start(dataclasses.replace(requested, launcher_arguments=()))
-    assert start(requested).command == (*without.command[: -len(ranks)], *ARGUMENTS, *ranks)
+    ranks = len(requested.rank_command(PYTHON))
+    without = start(dataclasses.replace(requested, launcher_arguments=())).command
+    assert start(requested).command == (*without[:-ranks], *ARGUMENTS, *without[-ranks:])
 
 
 def test_a_start_is_shown_as_a_shell_command() -> None:
@@ -652,11 +653,11 @@ LEFT = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK MASTER_ADDR MASTER_PORT "
     "TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_SIZE "
     "OMPI_UNIVERSE_SIZE PMIX_RANK PMIX_NAMESPACE PMIX_SERVER_URI4 PMI_RANK PMI_FD MPI_LOCALRANKID HYDI_CONTROL_FD "
-    "PALS_RANKID MV2_COMM_WORLD_RANK JSM_NAMESPACE_RANK FLUX_TASK_RANK"
+    "PALS_RANKID PALS_APID PALS_SPOOL_DIR MV2_COMM_WORLD_RANK JSM_NAMESPACE_RANK FLUX_TASK_RANK"
 )
 KEPT = (
     "PATH OMPI_MCA_btl PMIX_MCA_gds PRTE_MCA_plm_ssh_agent HYDRA_LAUNCHER MPICOMM_DEBUG NCCL_DEBUG SLURM_JOB_ID "
-    "PBS_NODEFILE RANKING"
+    "PBS_NODEFILE PALS_PMI PALS_CPU_BIND RANKING"
 )
 
 
@@ -784,6 +785,7 @@ def test_the_variables_for_gpu_buffers(
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, ["sh", "prted"], "Open MPI's mpirun"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["hydra_pmi_proxy", "mpiexec.hydra"], "PMI_RANK=1 PMI_SIZE=2"),
         ({"SLURM_STEP_ID": "0"}, ["slurmstepd"], "SLURM_STEP_ID=0"),
+        ({"PALS_RANKID": "1", "PMI_RANK": "1"}, ["palsd"], "PALS mpiexec started (PALS_RANKID=1)"),
         ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, ["flux-shell", "flux-broker"], "FLUX_JOB_SIZE=2"),
     ],
 )
@@ -814,6 +816,7 @@ VERSION_OUTPUTS = {
     "mpirun.openmpi (OpenRTE) 4.1.4\n": Library("Open MPI", "4.1.4"),
     "HYDRA build details:\n    Version:                                 5.0.2\n": MPICH,
     "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701\n": INTEL,
+    "mpiexec version 1.8.0 revision 5a0b1c2\n": None,  # PALS, which is no MPI
     "": None,
 }
 
@@ -821,7 +824,9 @@ VERSION_OUTPUTS = {
 @pytest.mark.parametrize("output", VERSION_OUTPUTS)
 def test_a_launcher_is_identified_by_its_version_output(output: str) -> None:
     for library in (OPEN_MPI, Library("Open MPI", "4.1.4"), MPICH, INTEL):
-        assert library.owns_mpiexec(output) == (library == VERSION_OUTPUTS[output])
+        launcher = library.launcher_with(output)
+        assert (launcher is library.implementation) == (library == VERSION_OUTPUTS[output])
+        assert library.is_of_other_mpi(output) == (output != "" and launcher is None)
 
 
 def test_the_launcher_above_the_library_precedes_those_in_path() -> None:

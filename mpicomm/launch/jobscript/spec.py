@@ -117,6 +117,7 @@ class JobSpec:
     launcher_arg: tuple[str, ...] = option(
         "argument for the launcher of the ranks; repeat for more", "ARG", options.ARGUMENT, default=()
     )
+    launcher: str | None = option("launcher of the ranks (default: that of `mpicomm run` in the job)", "NAME")
 
     # 5. exit before the time limit
     signal: str | None = option(
@@ -170,7 +171,8 @@ class JobSpec:
     def run_command(self) -> tuple[str, ...]:
         """The words of `mpicomm run`, with the program's Python: the `mpicomm` in PATH may load another MPI."""
         is_python = re.fullmatch(r"python(3(\.\d+)?)?", PurePath(self.command[0]).name)
-        return (self.command[0], "-m", "mpicomm", "run") if is_python else ("mpicomm", "run")
+        run = (self.command[0], "-m", "mpicomm", "run") if is_python else ("mpicomm", "run")
+        return (*run, "--launcher", self.launcher) if self.launcher else run
 
     @property
     def processes_per_node(self) -> int:
@@ -341,6 +343,8 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
             "--launcher-arg is an option of `mpicomm run`, which does not start torchrun; "
             "pass its options directly: -- torchrun OPTIONS train.py"
         )
+    if spec.launcher:
+        raise ValueError("--launcher does not work with torchrun, which starts the ranks of each node; remove it")
     for field in ("requeue", "signal"):
         if getattr(spec, field):
             raise ValueError(
@@ -361,6 +365,8 @@ def _check_scheduler(spec: JobSpec) -> None:
         _check_pbs(spec)
     elif spec.scheduler == "lsf":
         _check_lsf(spec)
+    if spec.launcher:
+        check_choice(f"--launcher in {spec.system.title}", spec.launcher, spec.system.launchers)
     if spec.requeue and spec.system.resubmits_file and spec.file is None:
         raise ValueError(f"--requeue: the job submits its script again; add -o FILE, for example -o {spec.system.file}")
 
