@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, environment
+from mpicomm.launch import allocation, binding, environment
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import IMPLEMENTATIONS, Implementation, Library
 from mpicomm.launch.request import Machine, Node, Request, Start
@@ -20,6 +20,33 @@ _PMIX = "pmix"
 
 _EXPORT = "SLURM_EXPORT_ENV"
 _OVERLAP = "SLURM_OVERLAP"
+
+
+# -- binding -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Binding:
+    """How a launcher binds the ranks."""
+
+    options: Sequence[str]
+    threads: int | None
+    """Number of threads of a rank; None if the rank sets it itself."""
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    binds_in: int | None = None
+    """Number of ranks of a host if they bind themselves; None if the launcher binds them."""
+
+
+def _shares(request: Request, machine: Machine, ranks: int, environ: Mapping[str, str]) -> list[binding.Share] | None:
+    """Return the cores of the ranks of a host, after the check that the binding fits; None if the ranks find them.
+
+    They do if this machine is not one of the hosts, or if Slurm gives each of them a GPU that only they see.
+    """
+    may_use_gpus = request.bind in (binding.AUTO, binding.GPU)
+    if machine.processors is None or (may_use_gpus and any(map(environ.get, binding.OWN_GPU_VARIABLES))):
+        return None
+    assert request.bind is not None
+    return binding.shares(request.bind, machine.processors, ranks)
 
 
 # -- mpiexec -----------------------------------------------------------------------------------------------------------
@@ -41,6 +68,11 @@ class Placement:
     """The hosts for the command line; empty if the launcher determines the hosts."""
     file: str | None = None
     """The host file of PBS."""
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all ranks are on this host, or on the only one of a Slurm job."""
+        return self.nodes == 1 and not self.hosts
 
     @property
     def cores_per_rank(self) -> int | None:
@@ -71,24 +103,18 @@ def mpiexec(
     mpi = library.implementation
     place = _placement(request, machine, job)
     # 1. the environment of the ranks
-    is_bound_by_user = any(environ.get(name) for vendor in IMPLEMENTATIONS for name in vendor.binding_variables)
-    if is_bound_by_user:
-        place = dataclasses.replace(place, is_exclusive=False)
-    child = environment.for_ranks(_without_threads_for_one(environ, place), threads=place.cores // place.per_node)
+    bound = _binding_by_mpiexec(request, machine, mpi, place, environ)
+    child = environment.for_ranks(_without_threads_for_one(environ, place), bound.threads)
     if machine.is_root:
         child.update(mpi.root_environ)
-    if place.cores_per_rank is None and not is_bound_by_user:
-        child.update(mpi.unbound_environ)
+    child.update(bound.environ)
     # 2. the options
     options = ["-n", str(place.ranks)]
     if place.file:
         options += _filled_in(mpi.host_file, file=place.file)
     if place.hosts:
         options += _host_options(mpi, place.hosts)
-    if place.cores_per_rank:
-        options += _filled_in(mpi.bound, per_node=place.per_node, cores=place.cores_per_rank)
-    else:
-        options += _filled_in(mpi.unbound)
+    options += bound.options
     if request.is_fault_tolerant:
         options += _fault_tolerant(library)
         if isinstance(job, SlurmAllocation):
@@ -97,25 +123,53 @@ def mpiexec(
             child.setdefault(_OVERLAP, "1")
     if request.tag_output:
         options += _filled_in(mpi.tagged)
-    is_on_one_host = place.nodes == 1 and not place.hosts
-    if not is_on_one_host:
+    if not place.is_on_one_host:
         options += _filled_in(mpi.agent, agent=agent) if agent else []
         forwarded = environment.forwarded(child, everything=request.forwards_all)
         names = dict.fromkeys([*forwarded, *request.variables])
         options += [word for name in names for word in _filled_in(mpi.forwarded, name=name)]
-    is_local = is_on_one_host and not isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
+    # salloc may run on another host than its job
+    is_local = place.is_on_one_host and not isinstance(job, SlurmAllocation)
     parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT_VARIABLE))
-    return Start((path, *options, *_rank_command(request, machine)), child, is_local, parent_options, place.ranks)
+    command = (path, *options, *_rank_command(request, machine, bound))
+    return Start(command, child, is_local, parent_options, place.ranks)
 
 
-def _rank_command(request: Request, machine: Machine) -> tuple[str, ...]:
+def _binding_by_mpiexec(
+    request: Request, machine: Machine, mpi: Implementation, place: Placement, environ: Mapping[str, str]
+) -> _Binding:
+    # 1. the binding without --bind
+    variables = [name for vendor in IMPLEMENTATIONS for name in vendor.binding_variables]
+    threads = place.cores // place.per_node
+    unbound = _Binding(_filled_in(mpi.unbound), threads, mpi.unbound_environ)
+    default = unbound
+    if any(environ.get(name) for name in variables):
+        default = dataclasses.replace(unbound, environ={})
+    elif place.cores_per_rank:
+        default = _Binding(_filled_in(mpi.bound, per_node=place.per_node, cores=place.cores_per_rank), threads)
+    if request.bind is None:
+        return default
+    # 2. that of the option, by the launcher if it can
+    binding.refuse_variables(request.bind, environ, variables)
+    if request.bind == binding.NONE:
+        return unbound
+    shares = _shares(request, machine, place.per_node, environ)
+    if request.bind == binding.CORES and mpi.bound and default is not unbound:
+        return default
+    if shares and place.is_on_one_host and mpi.bound_to_lists:
+        options = _filled_in(mpi.bound_to_lists, lists=binding.lists(shares))
+        return _Binding(options, min(threads, *map(len, shares)))
+    return _Binding(unbound.options, None, unbound.environ, binds_in=place.per_node)
+
+
+def _rank_command(request: Request, machine: Machine, bound: _Binding) -> tuple[str, ...]:
     """Return the command of one rank, for a launcher that starts another program after an argument `:`."""
     if ":" in request.program:
         raise LaunchError(
             "mpicomm run starts one program on all ranks, got several, or an argument, separated by `:`.\n"
             "Start several programs with the launcher itself: mpiexec -n 1 python a.py : -n 3 python b.py"
         )
-    return request.rank_command(machine.python)
+    return request.rank_command(machine.python, binds_in=bound.binds_in)
 
 
 def _fault_tolerant(library: Library) -> list[str]:
@@ -190,17 +244,56 @@ def srun(request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str
     # By default the share of the node with the fewest CPUs; 0 if there are fewer CPUs than ranks, or unknown.
     nodes = len(request.slurm_nodes) or job.nodes
     cpus = job.cpus_per_task or min(job.cpus, default=0) // -(-ranks // nodes)
-    options = [*_options_of_step(request, mpi_type), f"--ntasks={ranks}"]
+    per_node = request.ranks_per_node or -(-ranks // nodes)
+    is_overcommitted = sum(job.cpus) > 0 and ranks * (cpus or 1) > sum(sorted(job.cpus)[:nodes])
+    bound = _binding_by_srun(request, machine, job, per_node, cpus, environ, has_cpus=cpus > 0 and not is_overcommitted)
+    options = [*_options_of_step(request, mpi_type), *bound.options, f"--ntasks={ranks}"]
     if request.slurm_nodes:
         options += [f"--nodes={nodes}", f"--nodelist={','.join(request.slurm_nodes)}"]
     if request.ranks_per_node:
         options.append(f"--ntasks-per-node={request.ranks_per_node}")
     if cpus:  # since Slurm 22.05 srun does not inherit it from the allocation
         options.append(f"--cpus-per-task={cpus}")
-    if sum(job.cpus) and ranks * (cpus or 1) > sum(sorted(job.cpus)[:nodes]):
+    if is_overcommitted:
         options.append("--overcommit")
-    child = _for_step(environ, threads=cpus or 1)
-    return Start(("srun", *options, *_rank_command(request, machine)), child, ranks=ranks)
+    child = _for_step(environ, bound.threads)
+    return Start(("srun", *options, *_rank_command(request, machine, bound)), child, ranks=ranks)
+
+
+def _binding_by_srun(
+    request: Request,
+    machine: Machine,
+    job: SlurmAllocation,
+    per_node: int,
+    cpus: int,
+    environ: Mapping[str, str],
+    *,
+    has_cpus: bool,
+) -> _Binding:
+    """Return the binding of the tasks of a step.
+
+    Args:
+        per_node: Number of tasks on each node; 0 in a heterogeneous job, whose tasks find it out.
+        cpus: Number of CPUs of a task; 0 if not known.
+        has_cpus: Whether the step has so many for each task.
+    """
+    threads = cpus or 1
+    if request.bind is None:
+        return _Binding([], threads)
+    binding.refuse_variables(request.bind, environ, [binding.SLURM_VARIABLE])
+    if request.bind == binding.NONE:
+        return _Binding(["--cpu-bind=none"], threads)
+    if request.bind == binding.CORES and has_cpus:
+        return _Binding(["--cpu-bind=cores"], threads)
+    shares = _shares(request, machine, per_node, environ) if per_node else None
+    # srun ignores masks unless the job has whole nodes, see --cpu-bind=mask_cpu in srun(1). Those of this node fit
+    # nodes with as many CPUs.
+    own_cpus = len(binding.cpus(machine.processors.cores)) if machine.processors else 0
+    if shares and machine.is_whole and set(job.cpus) == {own_cpus}:
+        return _Binding(
+            [f"--cpu-bind=mask_cpu:{binding.masks(shares)}"], min(machine.cores // per_node, *map(len, shares))
+        )
+    return _Binding(["--cpu-bind=none"], None, binds_in=per_node)
 
 
 def _srun_on_groups(
@@ -212,12 +305,13 @@ def _srun_on_groups(
             f"-n {request.ranks} is ambiguous in this heterogeneous Slurm job of {job.groups} components, which has "
             f"{job.ranks} tasks.\nOmit -n to start the tasks of all components."
         )
-    options = [*_options_of_step(request, mpi_type), f"--het-group=0-{job.groups - 1}"]
-    child = _for_step(environ, threads=job.cpus_per_task or 1)
-    return Start(("srun", *options, *_rank_command(request, machine)), child)
+    bound = _binding_by_srun(request, machine, job, 0, job.cpus_per_task or 0, environ, has_cpus=False)
+    options = [*_options_of_step(request, mpi_type), *bound.options, f"--het-group=0-{job.groups - 1}"]
+    child = _for_step(environ, bound.threads)
+    return Start(("srun", *options, *_rank_command(request, machine, bound)), child)
 
 
-def _for_step(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+def _for_step(environ: Mapping[str, str], threads: int | None) -> dict[str, str]:
     child = environment.for_ranks(environ, threads)
     if child.get(_EXPORT):  # `sbatch --export=NONE` sets it: the ranks would get no variables
         child[_EXPORT] = "ALL"
@@ -267,8 +361,24 @@ def flux_run(
         options += ["-g", str(gpus)]
     if request.tag_output:
         options.append("--label-io")
-    child = environment.for_ranks(environ, threads=cores)
-    return Start(("flux", "run", *options, *request.rank_command(machine.python)), child, ranks=ranks)
+    bound = _binding_by_flux(request, ranks, job.cores, per_node, cores)
+    child = environment.for_ranks(environ, bound.threads)
+    command = request.rank_command(machine.python, binds_in=bound.binds_in)
+    return Start(("flux", "run", *options, *bound.options, *command), child, ranks=ranks)
+
+
+def _binding_by_flux(request: Request, ranks: int, cores: int, per_node: int, cores_per_rank: int) -> _Binding:
+    """Return the binding by Flux's shell (flux-shell(1), cpu-affinity), whose default is the job's cores of a node."""
+    match request.bind:
+        case None:
+            return _Binding([], cores_per_rank)
+        case binding.NONE:
+            return _Binding(["-o", "cpu-affinity=off"], cores_per_rank)
+        case binding.CORES:
+            binding.refuse_too_many(ranks, cores, "this Flux instance")
+            return _Binding(["-o", "cpu-affinity=per-task"], cores_per_rank)
+        case _:
+            return _Binding([], None, binds_in=per_node)
 
 
 # -- torchrun ----------------------------------------------------------------------------------------------------------
@@ -285,6 +395,12 @@ def torchrun(request: Request, node: Node, machine: Machine, environ: Mapping[st
         f"--nproc-per-node={ranks}",
         *["--tee=3"] * request.tag_output,
     ]
-    child = environment.for_ranks(environ, threads=machine.cores // ranks)
-    command = (machine.python, *_TORCHRUN, *options, "--no-python", *request.rank_command(machine.python))
+    threads, binds_in = machine.cores // ranks, None
+    if request.bind not in (None, binding.NONE):
+        binds_in = ranks
+        if shares := _shares(request, machine, ranks, environ):  # torchrun would set it to 1
+            threads = min(threads, *map(len, shares))
+    child = environment.for_ranks(environ, threads)
+    ranks_command = request.rank_command(machine.python, binds_in=binds_in)
+    command = (machine.python, *_TORCHRUN, *options, "--no-python", *ranks_command)
     return Start(command, child | (_TORCHRUN_TAG if request.tag_output else {}))

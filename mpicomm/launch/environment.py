@@ -67,10 +67,14 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def for_ranks(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return the environment for ranks with this number of threads and with huge pages; the user's values are kept."""
-    defaults = {"OMP_NUM_THREADS": str(max(1, threads)), "THP_MEM_ALLOC_ENABLE": "1"}
-    return {**defaults, **with_home(without_job(environ))}
+def for_ranks(environ: Mapping[str, str], threads: int | None) -> dict[str, str]:
+    """Return the environment for ranks with huge pages; the user's values are kept.
+
+    Args:
+        threads: The number of threads of a rank; None if the rank sets it itself.
+    """
+    defaults = {} if threads is None else {"OMP_NUM_THREADS": str(max(1, threads))}
+    return {**defaults, "THP_MEM_ALLOC_ENABLE": "1", **with_home(without_job(environ))}
 
 
 def with_home(environ: Mapping[str, str]) -> dict[str, str]:

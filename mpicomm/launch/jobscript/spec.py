@@ -6,7 +6,7 @@ import dataclasses
 import re
 from pathlib import PurePath
 
-from mpicomm.launch import known_launchers
+from mpicomm.launch import binding, known_launchers
 from mpicomm.launch.jobscript import options, quoting
 from mpicomm.launch.jobscript.options import Option, check_choice, flag, option, program_name
 from mpicomm.launch.jobscript.schedulers import SCHEDULERS, Scheduler
@@ -40,6 +40,7 @@ class JobSpec:
     ranks_per_node: int = option("ranks (default: one per GPU of the node, or 1)", "N", default=1, least=1)
     gpus_per_node: int = option("GPUs (default: %(default)s)", "N", default=0, least=0)
     cpus_per_rank: int = option("cores and threads (default: %(default)s)", "N", default=1, least=1)
+    bind: str | None = option("cores of each rank, see `mpicomm run --bind`", choices=binding.MODES)
     mem: str | None = option("memory per node", "4G", options.MEMORY, only=_NO_MEMORY)
     mem_per_cpu: str | None = option("memory per core", "4G", options.MEMORY, only=_NO_MEMORY)
     mem_per_gpu: str | None = option("memory of the node per GPU", "4G", options.MEMORY, only=_NO_MEMORY)
@@ -262,6 +263,8 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
             break
         if _TORCHRUN_ADDED.fullmatch(word):
             raise ValueError(f"the script passes {word} to torchrun, from --nodes and --ranks-per-node; remove it")
+    if spec.bind:
+        raise ValueError("--bind is an option of `mpicomm run`, and torchrun starts the ranks; use -- python train.py")
     for field in ("requeue", "signal"):
         if getattr(spec, field):
             raise ValueError(
