@@ -53,10 +53,11 @@ def cgroup_cpus(root: Path = Path("/")) -> list[int]:
     mounts, files = root / "sys/fs/cgroup", {"": "cpuset.cpus.effective", "cpuset": "cpuset.effective_cpus"}
     for line in read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)  # see cgroups(7); version 2 names no controllers
-        if controllers in files and (
-            cpus := cpu_list(read(mounts / controllers / path.lstrip("/") / files[controllers]))
-        ):
-            return cpus
+        if controllers not in files:
+            continue
+        for group in (Path(path), *Path(path).parents):  # not all groups have the controller of CPUs
+            if text := read(mounts / controllers / group.relative_to("/") / files[controllers]):
+                return cpu_list(text)
     return []
 
 

@@ -42,7 +42,8 @@ Facts = Mapping[types.ModuleType, Any]
 
 def collect(environ: Mapping[str, str]) -> Facts:
     """Return the facts about this process. Does not initialise MPI, and does not communicate."""
-    facts: dict[types.ModuleType, Any] = {memory_check: memory_check.collect(environ)}  # before torch starts threads
+    # Before torch starts threads, and then what its import changes.
+    facts: dict[types.ModuleType, Any] = {module: module.collect(environ) for module in (memory_check, processor_check)}
     return facts | {module: module.collect(environ) for module in CHECKS if module not in facts}
 
 

@@ -107,6 +107,24 @@ def test_the_masks_on_frontier_are_those_of_lumis_page(tmp_path: Path) -> None:
     assert masks.replace("0x", "") == page
 
 
+@pytest.mark.parametrize(
+    ("files", "environ", "expected"),
+    [
+        (FRONTIER, {}, [3, 3, 1, 1, 0, 0, 2, 2]),
+        (FRONTIER, {"ROCR_VISIBLE_DEVICES": "7"}, [2, None]),
+        (POLARIS, {"CUDA_VISIBLE_DEVICES": "GPU-5,1"}, [None, 2]),
+        (AURORA, {"ZE_AFFINITY_MASK": "5,6"}, [0, 1]),
+        (amd(1, near=["-1: 0-3"]), {}, [None]),  # a virtual machine
+        (nvidia(1), {}, [None]),
+    ],
+)
+def test_the_numa_node_of_a_gpu(
+    files: Files, environ: dict[str, str], expected: list[int | None], tmp_path: Path
+) -> None:
+    root = write(files, tmp_path)
+    assert [locality.numa_node(environ, index, root) for index in range(len(expected))] == expected
+
+
 @pytest.mark.parametrize(("files", "variable"), [(FRONTIER, "ROCR_VISIBLE_DEVICES"), (POLARIS, "CUDA_VISIBLE_DEVICES")])
 def test_a_rank_that_sees_only_its_own_gpu_gets_the_part_of_that_gpu(
     files: Files, variable: str, tmp_path: Path
@@ -405,6 +423,13 @@ def test_an_error_of_a_rank_is_printed_once_for_each_host(
         ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/cpuset.cpus.effective": "0-3,8\n"}, [0, 1, 2, 3, 8]),
         ({"proc/self/cgroup": "9:name=x:/\n3:cpuset:/job\n0::/\n",
           "sys/fs/cgroup/cpuset/job/cpuset.effective_cpus": "1\n"}, [1]),
+        (
+            {
+                "proc/self/cgroup": "0::/user.slice/session\n",
+                "sys/fs/cgroup/user.slice/cpuset.cpus.effective": "0,1\n",
+            },
+            [0, 1],
+        ),
         ({"proc/self/cgroup": "0::/\n"}, []),
         ({}, []),
     ],
