@@ -10,6 +10,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mpicomm import host_info, mpi
@@ -78,13 +79,22 @@ def collect(world: World) -> JobInfo:
         device_name="" if index is None else accelerator.device_name(world.device),
         uuid="" if index is None else vendors.vendor().uuid(index),
         cpus=rank_text.ranges(cpus),
-        numa_nodes=rank_text.ranges(
-            node for node, members in host_info.cpus_by_numa_node().items() if cpus.intersection(members)
-        ),
+        numa_nodes=rank_text.ranges(numa_nodes(cpus)),
         gpu_numa_node="" if index is None else _shown(locality.numa_node(os.environ, index)),
         software=_software(world),
         environment=_variables(os.environ),
     )
+
+
+def numa_nodes(cpus: Iterable[int], root: Path = Path("/")) -> list[int]:
+    """Return the NUMA nodes that contain at least one of the CPUs.
+
+    Args:
+        cpus: The CPUs.
+        root: The root of the file tree.
+    """
+    bound_cpus = set(cpus)
+    return [node for node, members in host_info.cpus_by_numa_node(root).items() if bound_cpus.intersection(members)]
 
 
 def _shown(number: int | None) -> str:

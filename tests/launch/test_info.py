@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from mpicomm.job import interfaces
 from mpicomm.settings import Settings
 from tests import nodes
 from tests.launching import Outcome, run_alone, run_command, run_ranks
+from tests.machine_files import processors, write
 
 INFO = ["-m", "mpicomm", "info"]
 
@@ -119,6 +121,12 @@ def test_the_row_of_a_rank_on_a_gpu() -> None:
     shown = {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
     assert shown["processors"] == ["24-31, 56-63", "16-23, 48-55"]
     assert (shown["NUMA"], shown["NUMA of GPU"]) == (["3", "2"], ["3", "-"])
+
+
+@pytest.mark.parametrize(("cpus", "numa"), [([0], [0]), ([5, 8], [0, 1]), ([12], [1]), ([99], [])])
+def test_numa_nodes_are_those_of_the_processors(tmp_path: Path, cpus: list[int], numa: list[int]) -> None:
+    root = write(processors("0-3,5", "8-11,12", "", cores=0), tmp_path)
+    assert job_info.numa_nodes(cpus, root) == numa
 
 
 def test_the_interface_towards_an_address() -> None:

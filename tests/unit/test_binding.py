@@ -393,6 +393,12 @@ def test_a_rank_binds_itself(
     assert os.environ["OMP_NUM_THREADS"] == str(len(expected) // 2)
 
 
+def test_the_users_threads_are_kept(bound: list[Sequence[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    rank_binding._bind("cores", 0, 2, {})
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+
+
 @pytest.mark.parametrize(
     ("environ", "status", "shown_error"),
     [
