@@ -23,10 +23,11 @@ _FAILED = 2  # the exit status of errors of the command line
 def main(arguments: Sequence[str]) -> int:
     """Bind this process and replace it by the program; return the exit status if that fails."""
     mode, ranks, *command = arguments
-    launch = detect.detect(os.environ)
-    local_rank, local_size = launch.value("local_rank"), launch.value("local_size") or int(ranks)
+    local_rank = None
     try:
-        _bind(mode, local_rank, local_size, os.environ)
+        launch = detect.detect(os.environ)
+        local_rank = launch.value("local_rank")
+        _bind(mode, local_rank, launch.value("local_size") or int(ranks), os.environ)
     except (LaunchError, OSError) as error:
         if not local_rank:  # once for each host
             print(f"mpicomm run: {socket.gethostname()}: {error}", file=sys.stderr)

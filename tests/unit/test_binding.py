@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm import host_info, rank_binding
+from mpicomm import host_info, rank_binding, rank_log
 from mpicomm.cli import launching
 from mpicomm.devices import locality
 from mpicomm.errors import LaunchError
@@ -393,6 +393,26 @@ def test_a_rank_binds_itself(
     assert os.environ["OMP_NUM_THREADS"] == str(len(expected) // 2)
 
 
+@pytest.mark.parametrize(
+    ("environ", "ranks", "expected"),
+    [
+        ("OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2", "9", [0, 1, 4, 5]),
+        ("PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", "9", [2, 3, 6, 7]),
+        ("PMIX_RANK=3 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_GTIDS=2,3", "0", [2, 3, 6, 7]),
+        ("FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1", "2", [2, 3, 6, 7]),  # Flux does not tell the number
+        ("TORCHELASTIC_RUN_ID=x RANK=3 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4", "4", [0, 4]),
+    ],
+)
+def test_a_rank_finds_its_number_on_the_host(
+    environ: str, ranks: str, expected: list[int], bound: list[Sequence[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(word.split("=", 1) for word in environ.split()))
+    commands_run: list[Sequence[str]] = []
+    monkeypatch.setattr(rank_log, "become", lambda command: commands_run.append(command) or 0)
+    assert rank_binding.main(["cores", ranks, "python", "train.py"]) == 0
+    assert (bound, commands_run) == ([expected], [["python", "train.py"]])
+
+
 def test_the_users_threads_are_kept(bound: list[Sequence[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     rank_binding._bind("cores", 0, 2, {})
@@ -405,6 +425,7 @@ def test_the_users_threads_are_kept(bound: list[Sequence[int]], monkeypatch: pyt
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "9"}, 2, "9 ranks need as many cores"),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "9"}, 2, ""),
         ({}, 2, "the launcher does not pass to the rank"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "x"}, 2, "OMPI_COMM_WORLD_LOCAL_RANK=x is not a number"),
     ],
 )
 def test_an_error_of_a_rank_is_printed_once_for_each_host(
