@@ -66,7 +66,8 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
         and not request.hosts
         and (mpi_type := _srun_type(request, library, environ)) is not None
     ):
-        return commands.srun(request, machine, job, mpi_type, environ)
+        can_bind = request.bind is None or queries.slurm_binds()
+        return commands.srun(request, machine, job, mpi_type, environ, can_bind=can_bind)
     if isinstance(job, FluxAllocation) and not request.hosts:
         _refuse_fault_tolerance(request, "flux run")
         return commands.flux_run(request, machine, job, library, _flux_plugins(), environ)

@@ -232,21 +232,33 @@ def _filled_in(template: str, **values: object) -> list[str]:
 # -- srun --------------------------------------------------------------------------------------------------------------
 
 
-def srun(request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str, environ: Mapping[str, str]) -> Start:
+def srun(
+    request: Request,
+    machine: Machine,
+    job: SlurmAllocation,
+    mpi_type: str,
+    environ: Mapping[str, str],
+    *,
+    can_bind: bool = True,
+) -> Start:
     """Return the launch of ranks as tasks of a new step, by default in the whole allocation.
+
+    Args:
+        can_bind: Whether this Slurm can bind tasks.
 
     Raises:
         LaunchError: If the job is heterogeneous, and the request has a number of ranks.
     """
     if job.groups > 1:
-        return _srun_on_groups(request, machine, job, mpi_type, environ)
+        return _srun_on_groups(request, machine, job, mpi_type, environ, can_bind=can_bind)
     ranks = request.ranks or job.ranks
     # By default the share of the node with the fewest CPUs; 0 if there are fewer CPUs than ranks, or unknown.
     nodes = len(request.slurm_nodes) or job.nodes
     cpus = job.cpus_per_task or min(job.cpus, default=0) // -(-ranks // nodes)
     per_node = request.ranks_per_node or -(-ranks // nodes)
     is_overcommitted = sum(job.cpus) > 0 and ranks * (cpus or 1) > sum(sorted(job.cpus)[:nodes])
-    bound = _binding_by_srun(request, machine, job, per_node, cpus, environ, has_cpus=cpus > 0 and not is_overcommitted)
+    has_cpus = cpus > 0 and not is_overcommitted
+    bound = _binding_by_srun(request, machine, job, per_node, cpus, environ, has_cpus=has_cpus, can_bind=can_bind)
     options = [*_options_of_step(request, mpi_type), *bound.options, f"--ntasks={ranks}"]
     if request.slurm_nodes:
         options += [f"--nodes={nodes}", f"--nodelist={','.join(request.slurm_nodes)}"]
@@ -269,6 +281,7 @@ def _binding_by_srun(
     environ: Mapping[str, str],
     *,
     has_cpus: bool,
+    can_bind: bool,
 ) -> _Binding:
     """Return the binding of the tasks of a step.
 
@@ -276,28 +289,36 @@ def _binding_by_srun(
         per_node: Number of tasks on each node; 0 in a heterogeneous job, whose tasks find it out.
         cpus: Number of CPUs of a task; 0 if not known.
         has_cpus: Whether the step has so many for each task.
+        can_bind: Whether this Slurm can bind tasks.
     """
     threads = cpus or 1
     if request.bind is None:
         return _Binding([], threads)
     binding.refuse_variables(request.bind, environ, [binding.SLURM_VARIABLE])
+    unbound = ["--cpu-bind=none"] if can_bind else []
     if request.bind == binding.NONE:
-        return _Binding(["--cpu-bind=none"], threads)
-    if request.bind == binding.CORES and has_cpus:
+        return _Binding(unbound, threads)
+    if request.bind == binding.CORES and has_cpus and can_bind:
         return _Binding(["--cpu-bind=cores"], threads)
     shares = _shares(request, machine, per_node, environ) if per_node else None
     # srun ignores masks unless the job has whole nodes, see --cpu-bind=mask_cpu in srun(1). Those of this node fit
     # nodes with as many CPUs.
     own_cpus = len(binding.cpus(machine.processors.cores)) if machine.processors else 0
-    if shares and machine.is_whole and set(job.cpus) == {own_cpus}:
+    if shares and can_bind and machine.is_whole and set(job.cpus) == {own_cpus}:
         return _Binding(
             [f"--cpu-bind=mask_cpu:{binding.masks(shares)}"], min(machine.cores // per_node, *map(len, shares))
         )
-    return _Binding(["--cpu-bind=none"], None, binds_in=per_node)
+    return _Binding(unbound, None, binds_in=per_node)
 
 
 def _srun_on_groups(
-    request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str, environ: Mapping[str, str]
+    request: Request,
+    machine: Machine,
+    job: SlurmAllocation,
+    mpi_type: str,
+    environ: Mapping[str, str],
+    *,
+    can_bind: bool,
 ) -> Start:
     """Return the launch in all components of a heterogeneous job, each with its own number of tasks and CPUs."""
     if request.ranks is not None:
@@ -305,7 +326,9 @@ def _srun_on_groups(
             f"-n {request.ranks} is ambiguous in this heterogeneous Slurm job of {job.groups} components, which has "
             f"{job.ranks} tasks.\nOmit -n to start the tasks of all components."
         )
-    bound = _binding_by_srun(request, machine, job, 0, job.cpus_per_task or 0, environ, has_cpus=False)
+    bound = _binding_by_srun(
+        request, machine, job, 0, job.cpus_per_task or 0, environ, has_cpus=False, can_bind=can_bind
+    )
     options = [*_options_of_step(request, mpi_type), *bound.options, f"--het-group=0-{job.groups - 1}"]
     child = _for_step(environ, bound.threads)
     return Start(("srun", *options, *_rank_command(request, machine, bound)), child)

@@ -108,10 +108,24 @@ MUTANTS = [
     # -- the launchers --------------------------------------------------------------------------------------------
     Mutant(
         "_binding_by_srun",
-        old="shares and machine.is_whole and set(job.cpus) == {own_cpus}",
-        new="shares",
+        old="shares and can_bind and machine.is_whole and set(job.cpus) == {own_cpus}",
+        new="shares and can_bind",
         fault="srun gets masks in a job with a part of a node, and ignores them.",
         tests=_SRUN,
+    ),
+    Mutant(
+        "_binding_by_srun",
+        old="request.bind == binding.CORES and has_cpus and can_bind",
+        new="request.bind == binding.CORES and has_cpus",
+        fault="On a Slurm without task/affinity, srun ignores the option, and the ranks are not bound.",
+        tests=_SRUN,
+    ),
+    Mutant(
+        "queries.slurm_binds",
+        old="line.startswith('TaskPlugin ') and 'affinity' in line",
+        new="'affinity' in line.lower()",
+        fault="TaskPluginParam, which may name an affinity, is taken for the plugin.",
+        tests="tests/unit/test_binding.py -k whether_slurm",
     ),
     Mutant(
         "_shares",

@@ -14,7 +14,7 @@ from mpicomm import host_info, rank_binding, rank_log
 from mpicomm.cli import launching
 from mpicomm.devices import locality
 from mpicomm.errors import LaunchError
-from mpicomm.launch import binding, commands
+from mpicomm.launch import binding, commands, queries
 from mpicomm.launch.allocation import FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.binding import Processors
 from mpicomm.launch.mpi_library import Library
@@ -243,8 +243,10 @@ def test_intel_mpi_must_not_bind_ranks_that_bind_themselves() -> None:
     assert mpiexec(INTEL_MPI, "auto").environ["I_MPI_PIN"] == "0"
 
 
-def srun(mode: str, machine: Machine = HOST, job: SlurmAllocation = TWO_NODES, **environ: str) -> Start:
-    return commands.srun(Request(("train",), bind=mode), machine, job, "pmix", environ)
+def srun(
+    mode: str, machine: Machine = HOST, job: SlurmAllocation = TWO_NODES, *, can_bind: bool = True, **environ: str
+) -> Start:
+    return commands.srun(Request(("train",), bind=mode), machine, job, "pmix", environ, can_bind=can_bind)
 
 
 PREFIX = "--mpi=pmix --kill-on-bad-exit=0"
@@ -268,12 +270,31 @@ PREFIX = "--mpi=pmix --kill-on-bad-exit=0"
             srun("gpu", SLURM_GPUS_PER_TASK="1"),
             "--cpu-bind=none --ntasks=4 --cpus-per-task=4 BIND gpu 2", None,
         ),
+        *(
+            (srun(mode, can_bind=False), f"--ntasks=4 --cpus-per-task=4 BIND {mode} 2", None)
+            for mode in ("auto", "cores", "gpu", "numa")
+        ),
+        (srun("none", can_bind=False), "--ntasks=4 --cpus-per-task=4", "4"),
         (srun("cores", job=SlurmAllocation(1, 3, groups=2)), "--cpu-bind=none --het-group=0-1 BIND cores 0", None),
     ],
 )  # fmt: skip
 def test_srun_binds_the_tasks_of_whole_nodes(start: Start, expected: str, threads: str | None) -> None:
     assert options(start) == f"{PREFIX} {expected}"
     assert start.environ.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("TaskPlugin              = task/cgroup,task/affinity\nTaskPluginParam         = (null type)\n", True),
+        ("TaskPlugin              = affinity,cgroup\n", True),
+        ("TaskPlugin              = task/none\nTaskPluginParam         = none,affinity\n", False),
+        ("", False),
+    ],
+)
+def test_whether_slurm_binds_tasks(config: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "constant_output", lambda *_command: config)
+    assert queries.slurm_binds() == expected
 
 
 def flux(mode: str) -> Start:
