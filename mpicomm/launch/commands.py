@@ -35,6 +35,8 @@ class _Binding:
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     binds_in: int | None = None
     """Number of ranks of a host if they bind themselves; None if the launcher binds them."""
+    uses_whole_nodes: bool = False
+    """Whether a step of Slurm must have all CPUs of its nodes."""
 
 
 def _shares(request: Request, machine: Machine, ranks: int, environ: Mapping[str, str]) -> list[binding.Share] | None:
@@ -264,7 +266,7 @@ def srun(
         options += [f"--nodes={nodes}", f"--nodelist={','.join(request.slurm_nodes)}"]
     if request.ranks_per_node:
         options.append(f"--ntasks-per-node={request.ranks_per_node}")
-    if cpus:  # since Slurm 22.05 srun does not inherit it from the allocation
+    if cpus and not bound.uses_whole_nodes:  # since Slurm 22.05 srun does not inherit it from the allocation
         options.append(f"--cpus-per-task={cpus}")
     if is_overcommitted:
         options.append("--overcommit")
@@ -301,13 +303,13 @@ def _binding_by_srun(
     if request.bind == binding.CORES and has_cpus and can_bind:
         return _Binding(["--cpu-bind=cores"], threads)
     shares = _shares(request, machine, per_node, environ) if per_node else None
-    # srun ignores masks unless the job has whole nodes, see --cpu-bind=mask_cpu in srun(1). Those of this node fit
-    # nodes with as many CPUs.
+    # srun ignores masks unless the job has whole nodes, see --cpu-bind=mask_cpu in srun(1), and fails if a mask is
+    # outside of the step, which has with --cpus-per-task only so many CPUs. Masks of this node fit nodes with as many.
     own_cpus = len(binding.cpus(machine.processors.cores)) if machine.processors else 0
-    if shares and can_bind and machine.is_whole and set(job.cpus) == {own_cpus}:
-        return _Binding(
-            [f"--cpu-bind=mask_cpu:{binding.masks(shares)}"], min(machine.cores // per_node, *map(len, shares))
-        )
+    has_whole_nodes = machine.is_whole and set(job.cpus) == {own_cpus} and job.cpus_per_task is None
+    if shares and can_bind and has_whole_nodes:
+        threads = min(machine.cores // per_node, *map(len, shares))
+        return _Binding([f"--cpu-bind=mask_cpu:{binding.masks(shares)}"], threads, uses_whole_nodes=True)
     return _Binding(unbound, None, binds_in=per_node)
 
 

@@ -108,8 +108,8 @@ MUTANTS = [
     # -- the launchers --------------------------------------------------------------------------------------------
     Mutant(
         "_binding_by_srun",
-        old="shares and can_bind and machine.is_whole and set(job.cpus) == {own_cpus}",
-        new="shares and can_bind",
+        old="machine.is_whole and set(job.cpus) == {own_cpus} and job.cpus_per_task is None",
+        new="True",
         fault="srun gets masks in a job with a part of a node, and ignores them.",
         tests=_SRUN,
     ),
@@ -118,6 +118,13 @@ MUTANTS = [
         old="request.bind == binding.CORES and has_cpus and can_bind",
         new="request.bind == binding.CORES and has_cpus",
         fault="On a Slurm without task/affinity, srun ignores the option, and the ranks are not bound.",
+        tests=_SRUN,
+    ),
+    Mutant(
+        "srun",
+        old="cpus and not bound.uses_whole_nodes",
+        new="cpus",
+        fault="srun fails because a mask is outside of the CPUs of the step.",
         tests=_SRUN,
     ),
     Mutant(

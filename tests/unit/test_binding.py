@@ -255,11 +255,15 @@ PREFIX = "--mpi=pmix --kill-on-bad-exit=0"
 @pytest.mark.parametrize(
     ("start", "expected", "threads"),
     [
-        (srun("gpu"), "--cpu-bind=mask_cpu:0xcc,0x33 --ntasks=4 --cpus-per-task=4", "2"),
-        (srun("numa"), "--cpu-bind=mask_cpu:0x33,0xcc --ntasks=4 --cpus-per-task=4", "2"),
+        (srun("gpu"), "--cpu-bind=mask_cpu:0xcc,0x33 --ntasks=4", "2"),
+        (srun("numa"), "--cpu-bind=mask_cpu:0x33,0xcc --ntasks=4", "2"),
         (srun("cores"), "--cpu-bind=cores --ntasks=4 --cpus-per-task=4", "4"),
         (srun("none"), "--cpu-bind=none --ntasks=4 --cpus-per-task=4", "4"),
-        # a login node, a part of a node, nodes that differ, and tasks with a GPU each
+        # a login node, a part of a node, nodes that differ, tasks with a GPU each, and the user's number of CPUs
+        (
+            srun("numa", job=SlurmAllocation(2, 4, (8, 8), cpus_per_task=3)),
+            "--cpu-bind=none --ntasks=4 --cpus-per-task=3 BIND numa 2", None,
+        ),
         (srun("auto", LOGIN_NODE), "--cpu-bind=none --ntasks=4 --cpus-per-task=4 BIND auto 2", None),
         (srun("auto", PART), "--cpu-bind=none --ntasks=4 --cpus-per-task=4 BIND auto 2", None),
         (
