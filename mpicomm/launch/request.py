@@ -10,6 +10,7 @@ from pathlib import PurePath
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Allocation, Host, HostAllocation
+from mpicomm.launch.binding import Processors
 from mpicomm.settings import PARENT_VARIABLE
 
 _PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
@@ -58,14 +59,24 @@ class Request:
     """Arguments that the launcher gets unchanged, after the options of `mpicomm run` and before the program."""
     excluded: tuple[str, ...] = ()
     """Names and patterns of variables of this process that no rank gets, as if they were not set."""
+    bind: str | None = None
+    """One of `binding.MODES`; None for the binding of the launcher."""
 
-    def rank_command(self, python: str) -> tuple[str, ...]:
-        """Return the command of one rank, which writes its own log if `log_dir` is set."""
+    def rank_command(self, python: str, *, binds_in: int | None = None) -> tuple[str, ...]:
+        """Return the command of one rank, which writes its own log if `log_dir` is set.
+
+        Args:
+            binds_in: The number of ranks of its host, among which a rank that binds itself divides the cores; None if
+                the launcher binds it.
+        """
+        command = self.program
+        if self.bind is not None and binds_in is not None:
+            command = (python, "-m", "mpicomm.rank_binding", self.bind, str(binds_in), *command)
         if self.log_dir is None:
-            return self.program
+            return command
         shown = "all" if self.tag_output else "0"
         appends = ("--append",) if self.appends_logs else ()
-        return (python, "-m", "mpicomm.rank_log", self.log_dir, shown, *appends, *self.program)
+        return (python, "-m", "mpicomm.rank_log", self.log_dir, shown, *appends, *command)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +90,8 @@ class Machine:
     is_root: bool
     python: str
     gpus: int = 0
+    processors: Processors | None = None
+    """The cores of the hosts of the job, if this machine is one of them and the ranks are to be bound."""
 
     @property
     def capacity(self) -> int:
