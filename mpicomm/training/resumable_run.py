@@ -300,8 +300,7 @@ class ResumableRun:
             self._reported_seconds = interval.seconds
             line = (
                 f"a checkpoint every {interval.seconds:.3g} s: a save delays training by {interval.save_seconds:.3g} "
-                f"s, and the mean time between failures is {interval.mtbf_seconds / 3600:.3g} h on "
-                f"{self._parts.world.num_nodes} node(s)"
+                f"s, the mean time between failures is {interval.mtbf_seconds / 3600:.3g} h"
             )
         reporter.write(
             "save_interval",
