@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import math
+import statistics
 import time
+
+_SAVES = 8  # whose delays are averaged: a single slow save must not change the interval much
 
 
 def optimal_seconds(save_seconds: float, mtbf_seconds: float) -> float:
@@ -24,7 +28,7 @@ def optimal_seconds(save_seconds: float, mtbf_seconds: float) -> float:
 
 
 class SaveInterval:
-    """The interval of a run, chosen anew at each save from the delay that this save caused.
+    """The interval of a run, chosen anew at each save from the delays that the last saves caused.
 
     Rank 0 alone measures and decides: its vote in a step makes all ranks save after this step. Before the first save
     nothing is measured, so that the first step is followed by a save.
@@ -39,10 +43,11 @@ class SaveInterval:
         """
         self.mtbf_seconds = 3600 * node_mtbf_hours / num_nodes
         self.save_seconds = 0.0
-        """The seconds by which the last save delayed training: the part that is written in the background is not
-        counted (N. H. Vaidya, Impact of checkpoint latency on overhead ratio of a checkpointing scheme, 1997)."""
+        """The mean seconds by which the last saves delayed training. The time to write in the background does not count
+        (N. H. Vaidya, Impact of checkpoint latency on overhead ratio of a checkpointing scheme, 1997)."""
 
         self.seconds = 0.0
+        self._delays = collections.deque[float](maxlen=_SAVES)
         self._saved_at = -math.inf
 
     @property
@@ -50,7 +55,8 @@ class SaveInterval:
         """Whether the interval has passed since the last save."""
         return time.monotonic() >= self._saved_at + self.seconds
 
-    def choose(self, save_seconds: float) -> None:
+    def choose(self, delay_seconds: float) -> None:
         """Choose the interval after a save that delayed training by these seconds."""
-        self.save_seconds, self._saved_at = save_seconds, time.monotonic()
-        self.seconds = optimal_seconds(save_seconds, self.mtbf_seconds)
+        self._delays.append(delay_seconds)
+        self.save_seconds, self._saved_at = statistics.fmean(self._delays), time.monotonic()
+        self.seconds = optimal_seconds(self.save_seconds, self.mtbf_seconds)

@@ -194,7 +194,7 @@ class Trainer:
                 checkpoints.
             save_every: Steps between checkpoints; None saves after each epoch. "auto" saves after the first step, and
                 then in the interval that loses the least time to saves and failures, by Young and Daly: from the
-                seconds by which the last save delayed training, and node_mtbf_hours. The end of a run is always saved.
+                seconds by which the last saves delayed training, and node_mtbf_hours. The end of a run is always saved.
             node_mtbf_hours: The mean time between failures of one node in hours, for save_every="auto". That of the job
                 is this divided by the number of nodes.
             keep_checkpoints: The number of checkpoints to keep.

@@ -1275,6 +1275,13 @@ synchronize()
         tests="tests/unit/test_save_interval.py",
     ),
     Mutant(
+        "SaveInterval.choose",
+        old="statistics.fmean(self._delays)",
+        new="delay_seconds",
+        fault="One slow save triples the interval of save_every='auto'.",
+        tests="tests/unit/test_save_interval.py",
+    ),
+    Mutant(
         "ResumableRun.start_vote",
         old="not self.checkpoints.is_saving",
         new="True",

@@ -53,3 +53,7 @@ def test_the_interval_begins_at_the_end_of_a_save(monkeypatch: pytest.MonkeyPatc
     assert not interval.is_due
     now[0] += 1
     assert interval.is_due
+    for _ in range(20):
+        interval.choose(3.0)
+    interval.choose(11.0)
+    assert interval.save_seconds == 4.0, "one slow save of the last eight"
