@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import subprocess
 from pathlib import Path
 
-from mpicomm.cli import launching
+from mpicomm.cli import launching, stage_env
 from mpicomm.cli.console import failed, print_message
 from mpicomm.cli.supervisor import End
 from mpicomm.errors import LaunchError
@@ -19,7 +18,6 @@ from mpicomm.launch.request import Request
 from mpicomm.recorder.hang_report import HOST_REMEDY
 from mpicomm.settings import PREFIX, STOPPED_STATUS
 
-_PROBES = 16  # hosts that are probed at the same time: each probe is a launcher on this host
 _REQUEUE_SECONDS = 20.0  # for scontrol; a controller that does not answer by then cannot requeue the job
 _NO_JOB = (
     "no rank has reported that it called mpicomm.bootstrap(). If none has called it, and the program does not connect "
@@ -69,11 +67,7 @@ class _Placement:
         if len(self.hosts) < 2:  # this process runs on the only host, or can reach no other
             return self
 
-        def probe(host: Host) -> str:
-            return launching.probe(request, host, os.environ, is_step=self.is_step)
-
-        with concurrent.futures.ThreadPoolExecutor(_PROBES) as pool:
-            reasons = dict(zip(self.hosts, pool.map(probe, self.hosts), strict=True))
+        reasons = launching.try_on_hosts(request, self.hosts, launching.PROBE, os.environ, is_step=self.is_step)
         hosts = tuple(host for host, reason in reasons.items() if not reason)
         if len(hosts) < len(self.hosts):
             lost = ", ".join(host.name for host, reason in reasons.items() if reason)
@@ -94,8 +88,7 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
     # 1. the first attempt
     placement = _placement(request, policy)
     attempt = _first(request, placement)
-    start = launching.build(attempt, os.environ)
-    end = launching.execute(start, "run", grace)
+    start, end = stage_env.run(attempt, grace)
     # 2. restarts
     number = 0
     has_formed_job = end.has_formed_job
@@ -107,12 +100,11 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
             before, placement = placement, placement.answering(request)
             if placement != before:
                 attempt = placement.of(request)
-            start = launching.build(dataclasses.replace(attempt, appends_logs=True), os.environ)
+            start, end = stage_env.run(dataclasses.replace(attempt, appends_logs=True), grace)
         except LaunchError as error:
             if not (isinstance(error, TooFewHostsError) and _requeue(policy.max_restarts)):
                 failed("run", error)
             return end.status
-        end = launching.execute(start, "run", grace)
     if end.may_have_lost_host and not policy.max_restarts:
         print_message("run", f"if no rank has printed another cause, a host may have been lost.\n{HOST_REMEDY}")
     if _is_failure(end) and policy.max_restarts:

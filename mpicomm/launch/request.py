@@ -52,6 +52,10 @@ class Request:
     """Whether ranks on other hosts get all variables of this process, because the hosts are containers of one image."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Variables for the ranks on all hosts."""
+    stage_directory: str | None = None
+    """The directory of every node to which the Python environment is copied; None to use it in its place."""
+    python: str | None = None
+    """The Python of the copy, which also runs the wrapper of `log_dir`; None for that of this command."""
 
     def rank_command(self, python: str) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set."""
@@ -59,7 +63,7 @@ class Request:
             return self.program
         shown = "all" if self.tag_output else "0"
         appends = ("--append",) if self.appends_logs else ()
-        return (python, "-m", "mpicomm.rank_log", self.log_dir, shown, *appends, *self.program)
+        return (self.python or python, "-m", "mpicomm.rank_log", self.log_dir, shown, *appends, *self.program)
 
 
 @dataclasses.dataclass(frozen=True)

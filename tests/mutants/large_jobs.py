@@ -1,4 +1,4 @@
-"""Faults in the start of large jobs: the address of the fastest network."""
+"""Faults in the start of large jobs: the address of the fastest network, copies of the environment."""
 
 from __future__ import annotations
 
@@ -25,5 +25,54 @@ MUTANTS = [
         new="int(text)",
         fault="bootstrap() fails on a host that has an interface without a speed.",
         tests="tests/unit/test_rendezvous.py -k speed_may_be_unknown",
+    ),
+    # -- copies of the environment -----------------------------------------------------------------------------
+    Mutant(
+        "StagedEnv.staged",
+        old="dataclasses.replace(request, program=(own_python, *request.program[1:]), python=own_python)",
+        new="dataclasses.replace(request, program=(own_python, *request.program[1:]))",
+        fault="With --log-dir, the wrapper of each rank starts the Python of the shared file system.",
+        tests="tests/unit/test_staged_env.py -k writes_the_logs",
+    ),
+    Mutant(
+        "StagedEnv.staged",
+        old="request.program[0] != python or not Path(python).is_relative_to(self.prefix)",
+        new="False",
+        fault="--stage-env replaces a command by Python, or ignores that the Python is not in the copy.",
+        tests="tests/unit/test_staged_env.py -k other_programs_are_refused",
+    ),
+    Mutant(
+        "env_copy.reserve",
+        old="(free := disk.f_bavail * disk.f_frsize) < size",
+        new="(free := disk.f_bavail * disk.f_frsize) < 0",
+        fault="Ranks are started only after a disk that is too small has been filled.",
+        tests="tests/unit/test_staged_env.py -k too_small",
+    ),
+    Mutant(
+        "env_copy.copy_to_nodes",
+        old="shutil.rmtree(copy, ignore_errors=True)",
+        fault="After an error on one node, incomplete copies remain on all.",
+        tests="tests/launch/test_stage_env.py -k leaves_no_copy_on_any",
+    ),
+    Mutant(
+        "env_copy._transfer",
+        old="for _ in parts:\n    pass",
+        new="pass",
+        fault="If tar cannot start on one node, the others wait in a broadcast for ever.",
+        tests="tests/launch/test_stage_env.py -k cannot_start",
+    ),
+    Mutant(
+        "stage_env.run",
+        old="end.status",
+        new="False",
+        fault="The ranks are started although the environment was not copied to every node.",
+        tests="tests/launch/test_stage_env.py -k error_of_tar",
+    ),
+    Mutant(
+        "stage_env.run",
+        old="_remove(request, env.copy)",
+        new="pass",
+        fault="The copies remain on the nodes.",
+        tests="tests/launch/test_stage_env.py -k after_a_failure_of_a_rank",
     ),
 ]
