@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 
 from mpicomm.cli import launching, stage_env
@@ -36,6 +37,8 @@ class RestartPolicy:
     """Whether the user passed the range of hosts."""
     per_node: int | None = None
     """The user's number of ranks on each host."""
+    excludes_failed: bool = False
+    """Whether a restart leaves out the host on which a rank failed first."""
 
     @property
     def selects_hosts(self) -> bool:
@@ -61,6 +64,22 @@ class _Placement:
         nodes = self.policy.nodes
         nodes.check(len(self.hosts) or 1)
         return node_range.place(request, self.hosts[: nodes.most], is_step=self.is_step, per_node=self.policy.per_node)
+
+    def without(self, failed: Collection[str]) -> _Placement:
+        """Return the placement without the hosts on which ranks failed first, if the policy excludes them."""
+        if not self.policy.excludes_failed:
+            return self
+        hosts = node_range.without(self.hosts, failed)
+        excluded = ", ".join(host.name for host in self.hosts if host not in hosts)
+        if not excluded:
+            named = ", ".join(failed) or "it is not known on which host a rank failed first"
+            print_message("run", f"--exclude-failed leaves out no host of the job: {named}")
+            return self
+        print_message(
+            "run", f"leaving out {excluded}, on which a rank failed; {len(hosts)} of {len(self.hosts)} hosts are left"
+        )
+        self.policy.nodes.check(len(hosts))
+        return dataclasses.replace(self, hosts=hosts)
 
     def answering(self, request: Request) -> _Placement:
         """Return the placement without the hosts on which no program can be started."""
@@ -97,7 +116,7 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
         why = "" if end.cause else f", since the launcher exited with status {end.status}"  # printed already
         print_message("run", f"restart {number} of {policy.max_restarts}{why}")
         try:
-            before, placement = placement, placement.answering(request)
+            before, placement = placement, placement.without(end.failed_hosts).answering(request)
             if placement != before:
                 attempt = placement.of(request)
             start, end = stage_env.run(dataclasses.replace(attempt, appends_logs=True), grace)
@@ -139,6 +158,12 @@ def _placement(request: Request, policy: RestartPolicy) -> _Placement:
     if not policy.selects_hosts and not policy.max_restarts:
         return _Placement((), False, policy)
     hosts, is_step = launching.hosts(request, os.environ)
+    if policy.excludes_failed and len(hosts) < 2:
+        place = job or f"a job of {len(hosts) or 1} host"
+        raise LaunchError(
+            f"--exclude-failed does not work in {place}: mpicomm run must select among two or more hosts.\n"
+            f"Remove --exclude-failed, or pass --hosts, or allocate more nodes than --nnodes uses."
+        )
     selected = min(len(hosts), policy.nodes.most or len(hosts)) or 1
     return _Placement(node_range.with_capacity(hosts, selected, request.ranks), is_step, policy)
 

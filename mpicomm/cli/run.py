@@ -96,6 +96,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="start the ranks again after a failure, up to N times, on the hosts that are left (default: 0)",
     )
     parser.add_argument(
+        "--exclude-failed",
+        action="store_true",
+        help="leave out of a restart the host on which a rank failed first; allocate spare hosts, and pass --nnodes",
+    )
+    parser.add_argument(
         "--fault-tolerant",
         action="store_true",
         help='let the other ranks continue if a rank dies, in programs that call bootstrap(on_failure="recover") '
@@ -202,8 +207,16 @@ def _policy(arguments: argparse.Namespace) -> RestartPolicy:
         if arguments.stage_env:
             raise LaunchError("--stage-env does not work with --node-rank, which starts torchrun.\nRemove --stage-env.")
         return RestartPolicy()
+    if arguments.exclude_failed and not arguments.max_restarts:
+        raise LaunchError("--exclude-failed has no effect without restarts.\nAdd --max-restarts N.")
     nodes = arguments.nnodes
-    return RestartPolicy(arguments.max_restarts, nodes or NodeRange(), nodes is not None, arguments.nproc_per_node)
+    return RestartPolicy(
+        max_restarts=arguments.max_restarts,
+        nodes=nodes or NodeRange(),
+        is_range_given=nodes is not None,
+        per_node=arguments.nproc_per_node,
+        excludes_failed=arguments.exclude_failed,
+    )
 
 
 def _node_range(text: str) -> NodeRange:

@@ -1,4 +1,4 @@
-"""`mpicomm run --stage-env`, whose hosts have a /tmp of their own."""
+"""`mpicomm run --stage-env`, whose hosts have a /tmp of their own, and `--exclude-failed` with a spare host."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ import os, sys
 import mpicomm
 world = mpicomm.bootstrap()
 os.write(1, f"{world.rank} {world.hostname} {sys.prefix}\\n".encode())
+if world.hostname in sys.argv:
+    raise RuntimeError("uncorrectable ECC error encountered")
+mpicomm.barrier()
 """
 SLURM, SSH = "srun", "ssh"
 
@@ -72,3 +75,14 @@ def test_a_full_disk_on_one_host_starts_no_rank(cluster: Cluster, open_mpi: Flav
     assert outcome.status == 2, outcome
     assert "to 1 of 2 nodes:\n  node4: 16 KiB free in /tmp/local, expected " in outcome.stderr, outcome
     assert ranks(outcome) == left == []
+
+
+@pytest.mark.parametrize("launcher", [SLURM, SSH])
+def test_a_failed_host_is_replaced_by_a_spare(cluster: Cluster, open_mpi: Flavour, launcher: str) -> None:
+    options = ["--nnodes", "2", "--max-restarts", "1", "--exclude-failed"]
+    names = ["node1", "node2", "node3"]
+    outcome = run(cluster, open_mpi.python, launcher, names, *options, program(cluster), "node2")
+    assert outcome.status == 0, outcome
+    assert "leaving out node2, on which a rank failed; 2 of 3 hosts are left" in outcome.stderr, outcome
+    assert {host for _, host, _ in ranks(outcome)} == set(names), outcome
+    assert [host for _, host, _ in ranks(outcome)].count("node3") == 2, outcome

@@ -232,6 +232,7 @@ def test_a_rank_starts_no_job() -> None:
         ("--nnodes 1:2 --node-rank 0 --master-addr a places.py", "--nnodes must be one number with --node-rank"),
         ("--node-rank 0 --nnodes 1 --master-addr a --max-restarts 1 places.py", "Use torchrun --max-restarts"),
         ("--max-restarts -1 places.py", "expected a positive integer, got -1"),
+        ("--exclude-failed places.py", "--exclude-failed has no effect without restarts.\nAdd --max-restarts N."),
         ("--stage-env places.py", "got places.py; to omit it, write --stage-env -- places.py"),
         ("--stage-env=/tmp true", "--stage-env requires a program that"),
         ("--stage-env=/tmp --node-rank 0 --nnodes 1 --master-addr a places.py", "--stage-env does not work with"),

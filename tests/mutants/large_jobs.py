@@ -1,4 +1,4 @@
-"""Faults in the start of large jobs: the address of the fastest network, copies of the environment."""
+"""Faults in the start of large jobs: the address of the fastest network, copies of the environment, bad hosts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MUTANTS = [
         old="for _ in parts:\n    pass",
         new="pass",
         fault="If tar cannot start on one node, the others wait in a broadcast for ever.",
-        tests="tests/launch/test_stage_env.py -k cannot_start",
+        tests="tests/launch/test_stage_env.py -k cannot",
     ),
     Mutant(
         "stage_env.run",
@@ -74,5 +74,34 @@ MUTANTS = [
         new="pass",
         fault="The copies remain on the nodes.",
         tests="tests/launch/test_stage_env.py -k after_a_failure_of_a_rank",
+    ),
+    # -- bad hosts ---------------------------------------------------------------------------------------------
+    Mutant(
+        "_without_domain",
+        old='name if is_address else name.partition(".")[0]',
+        new='name.partition(".")[0]',
+        fault="A failure on one host leaves out all hosts of a list of addresses.",
+        tests="tests/unit/test_node_range.py -k left_out_by_name",
+    ),
+    Mutant(
+        "Job.receive",
+        old="not self.cause",
+        new="True",
+        fault="A host is left out whose ranks failed only because others had failed.",
+        tests="tests/unit/test_job_listener.py -k hosts_of_the_first_failure",
+    ),
+    Mutant(
+        "Coordinator._abort",
+        old="self._report_failure(cause, ranks)",
+        new="self._report_failure(cause, ())",
+        fault="--exclude-failed knows no host on which a rank was killed.",
+        tests="tests/unit/test_coordinator.py",
+    ),
+    Mutant(
+        "attempts.run",
+        old="placement.without(end.failed_hosts).answering(request)",
+        new="placement.answering(request)",
+        fault="--exclude-failed leaves out no host.",
+        tests="tests/unit/test_attempts.py -k failed_host",
     ),
 ]
