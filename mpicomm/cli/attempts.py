@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 
-from mpicomm.cli import launching
+from mpicomm.cli import launching, stage_env
 from mpicomm.cli.console import failed, print_message
 from mpicomm.cli.supervisor import End
 from mpicomm.errors import LaunchError
@@ -19,7 +19,6 @@ from mpicomm.launch.request import Request
 from mpicomm.recorder.hang_report import HOST_REMEDY
 from mpicomm.settings import PREFIX, STOPPED_STATUS
 
-_PROBES = 16  # hosts that are probed at the same time: each probe is a launcher on this host
 _REQUEUE_SECONDS = 20.0  # for scontrol; a controller that does not answer by then cannot requeue the job
 _NO_JOB = (
     "no rank has reported that it called mpicomm.bootstrap(). If none has called it, and the program does not connect "
@@ -38,6 +37,8 @@ class RestartPolicy:
     """Whether the user passed the range of hosts."""
     per_node: int | None = None
     """The user's number of ranks on each host."""
+    excludes_failed: bool = False
+    """Whether a restart leaves out the host on which a rank failed first."""
 
     @property
     def selects_hosts(self) -> bool:
@@ -64,16 +65,28 @@ class _Placement:
         nodes.check(len(self.hosts) or 1)
         return node_range.place(request, self.hosts[: nodes.most], is_step=self.is_step, per_node=self.policy.per_node)
 
+    def without(self, failed: Collection[str]) -> _Placement:
+        """Return the placement without the hosts on which ranks failed first, if the policy excludes them."""
+        if not self.policy.excludes_failed:
+            return self
+        hosts = node_range.without(self.hosts, failed)
+        excluded = ", ".join(host.name for host in self.hosts if host not in hosts)
+        if not excluded:
+            named = ", ".join(failed) or "it is not known on which host a rank failed first"
+            print_message("run", f"--exclude-failed leaves out no host of the job: {named}")
+            return self
+        print_message(
+            "run", f"leaving out {excluded}, on which a rank failed; {len(hosts)} of {len(self.hosts)} hosts are left"
+        )
+        self.policy.nodes.check(len(hosts))
+        return dataclasses.replace(self, hosts=hosts)
+
     def answering(self, request: Request) -> _Placement:
         """Return the placement without the hosts on which no program can be started."""
         if len(self.hosts) < 2:  # this process runs on the only host, or can reach no other
             return self
 
-        def probe(host: Host) -> str:
-            return launching.probe(request, host, os.environ, is_step=self.is_step)
-
-        with concurrent.futures.ThreadPoolExecutor(_PROBES) as pool:
-            reasons = dict(zip(self.hosts, pool.map(probe, self.hosts), strict=True))
+        reasons = launching.try_on_hosts(request, self.hosts, launching.PROBE, os.environ, is_step=self.is_step)
         hosts = tuple(host for host, reason in reasons.items() if not reason)
         if len(hosts) < len(self.hosts):
             lost = ", ".join(host.name for host, reason in reasons.items() if reason)
@@ -94,8 +107,7 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
     # 1. the first attempt
     placement = _placement(request, policy)
     attempt = _first(request, placement)
-    start = launching.build(attempt, os.environ)
-    end = launching.execute(start, "run", grace)
+    start, end = stage_env.run(attempt, grace)
     # 2. restarts
     number = 0
     has_formed_job = end.has_formed_job
@@ -104,15 +116,14 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
         why = "" if end.cause else f", since the launcher exited with status {end.status}"  # printed already
         print_message("run", f"restart {number} of {policy.max_restarts}{why}")
         try:
-            before, placement = placement, placement.answering(request)
+            before, placement = placement, placement.without(end.failed_hosts).answering(request)
             if placement != before:
                 attempt = placement.of(request)
-            start = launching.build(dataclasses.replace(attempt, appends_logs=True), os.environ)
+            start, end = stage_env.run(dataclasses.replace(attempt, appends_logs=True), grace)
         except LaunchError as error:
             if not (isinstance(error, TooFewHostsError) and _requeue(policy.max_restarts)):
                 failed("run", error)
             return end.status
-        end = launching.execute(start, "run", grace)
     if end.may_have_lost_host and not policy.max_restarts:
         print_message("run", f"if no rank has printed another cause, a host may have been lost.\n{HOST_REMEDY}")
     if _is_failure(end) and policy.max_restarts:
@@ -147,6 +158,12 @@ def _placement(request: Request, policy: RestartPolicy) -> _Placement:
             f"Use -n with the number of ranks, or request other nodes from the scheduler."
         )
     hosts, is_step = launching.hosts(request, os.environ)
+    if policy.excludes_failed and len(hosts) < 2:
+        place = job or f"a job of {len(hosts) or 1} host"
+        raise LaunchError(
+            f"--exclude-failed does not work in {place}: mpicomm run must select among two or more hosts.\n"
+            f"Remove --exclude-failed, or pass --hosts, or allocate more nodes than --nnodes uses."
+        )
     selected = min(len(hosts), policy.nodes.most or len(hosts)) or 1
     return _Placement(node_range.with_capacity(hosts, selected, request.ranks), is_step, policy)
 

@@ -61,6 +61,7 @@ class Job:
         self._failed: set[int] = set()
         self.cause = ""
         """Why the job was aborted, if rank 0 reported it."""
+        self._failed_first: list[int] = []
 
         self._is_host_lost = False  # of rank 0
         self.is_connected = True
@@ -92,10 +93,11 @@ class Job:
                 self._finished.add(message.rank)
                 if message.has_failed:
                     self._failed.add(message.rank)
-            case JobFailed():
-                self.cause = self.cause or message.cause
-            case Crash() if not self._recovers:
-                self.cause = self.cause or f"{self._name([0])} died: {hang_report.cause_of_loss('', message)}"
+            case JobFailed() if not self.cause:
+                self.cause, self._failed_first = message.cause, rank_text.parse_ranges(message.ranks)
+            case Crash() if not (self._recovers or self.cause):
+                self._failed_first = [0]
+                self.cause = f"{self._name([0])} died: {hang_report.cause_of_loss('', message)}"
             case StopAnswered():
                 self.answers[message.signal] = message.is_handled
             case StatusReport():
@@ -104,6 +106,11 @@ class Job:
                 if self.observers is not None:
                     self.observers.answer([*self._reports, message])
                 self._reports = []
+
+    @property
+    def failed_hosts(self) -> list[str]:
+        """The hosts of the ranks that failed first; empty if they are unknown, as when rank 0 is killed."""
+        return list(dict.fromkeys(self._hosts[rank] for rank in self._failed_first))
 
     def close_observers(self) -> None:
         """Disconnect all observers, and remove the job's file."""

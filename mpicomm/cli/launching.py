@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -31,8 +32,10 @@ _BRIEF_SECONDS = 60.0  # for a short program to run on other hosts, which may be
 _TERM_SECONDS = 10.0  # for the launcher to end its ranks
 _NAME_SECONDS = 120.0  # a pod has a name in DNS when it has an address, which can be after the launcher starts
 _NAME_PAUSE_SECONDS = 1.0
-# Open MPI 5.0's mpirun sometimes hangs if a process on another host exits at once: 6 of 40 runs of `true`.
-_PROBE = ("sleep", "1")
+_TRIALS = 16  # hosts on which a program is tried at the same time: each trial is a launcher on this host
+PROBE = ("sleep", "1")
+"""Shows that a host can run programs. Open MPI 5.0's mpirun sometimes hangs if a process on another host exits at once:
+6 of 40 runs of `true`."""
 
 
 def build(request: Request, environ: Mapping[str, str]) -> Start:
@@ -123,15 +126,43 @@ def host_selecting_scheduler(request: Request, environ: Mapping[str, str]) -> st
     return "a Slurm job of ibrun" if _launcher(request, mpi.library(), job, environ) == selection.IBRUN else None
 
 
-def probe(request: Request, host: Host, environ: Mapping[str, str], *, is_step: bool) -> str:
-    """Start a program on a host, by the same means as the ranks of a request.
+def on_every_host(request: Request, program: tuple[str, ...], environ: Mapping[str, str]) -> Request:
+    """Return a request that starts a program once on every host that ranks of a request may use.
+
+    If the scheduler selects the hosts, it starts the program as often as the ranks.
+    """
+    allowed, is_step = hosts(request, environ)
+    names = request.slurm_nodes or [host.name for host in allowed]
+    single = _unlogged(request, program)
+    if not names:
+        return single if host_selecting_scheduler(request, environ) else dataclasses.replace(single, ranks=1)
+    return node_range.place(single, [Host(name) for name in names], is_step=is_step, per_node=1)
+
+
+def try_on_hosts(
+    request: Request, hosts: Sequence[Host], program: tuple[str, ...], environ: Mapping[str, str], *, is_step: bool
+) -> dict[Host, str]:
+    """Run a short program on each host alone, by the same means as the ranks of a request.
 
     Returns:
-        Why it cannot be started; empty if it can.
+        Why it has failed, by host; empty if it has not.
     """
-    program = dataclasses.replace(request, program=_PROBE, ranks=1, log_dir=None, tag_output=False, bind=None)
+
+    def attempt(host: Host) -> str:
+        return _try_on_host(_unlogged(request, program), host, environ, is_step=is_step)
+
+    with concurrent.futures.ThreadPoolExecutor(_TRIALS) as pool:
+        return dict(zip(hosts, pool.map(attempt, hosts), strict=True))
+
+
+def _unlogged(request: Request, program: tuple[str, ...]) -> Request:
+    """Return the request with a program of this command in place of the user's."""
+    return dataclasses.replace(request, program=program, log_dir=None, tag_output=False, bind=None)
+
+
+def _try_on_host(request: Request, host: Host, environ: Mapping[str, str], *, is_step: bool) -> str:
     try:
-        start = build(node_range.place(program, [Host(host.name, 1)], is_step=is_step), environ)
+        start = build(node_range.place(request, [Host(host.name, 1)], is_step=is_step), environ)
         status, _ = run_briefly(start)
     except (LaunchError, OSError) as error:
         return str(error)
@@ -140,12 +171,15 @@ def probe(request: Request, host: Host, environ: Mapping[str, str], *, is_step: 
     return f"{start.command[0]} exited with status {status}" if status else ""
 
 
-def run_briefly(start: Start) -> tuple[int | None, str]:
+def run_briefly(start: Start, seconds: float | None = None) -> tuple[int | None, str]:
     """Run a launch of a short program without showing its output.
+
+    Args:
+        seconds: The time limit; 60 seconds by default.
 
     Returns:
         The exit status, and the output of all ranks and of the launcher. The status is None if the launcher has not
-        ended after 60 seconds, when it gets SIGTERM; it is killed 10 seconds later.
+        ended at the time limit, when it gets SIGTERM; it is killed 10 seconds later.
 
     Raises:
         OSError: If the launcher cannot be executed.
@@ -160,7 +194,7 @@ def run_briefly(start: Start) -> tuple[int | None, str]:
         errors="replace",
     ) as process:
         try:
-            output, _ = process.communicate(timeout=_BRIEF_SECONDS)
+            output, _ = process.communicate(timeout=seconds or _BRIEF_SECONDS)
         except subprocess.TimeoutExpired:
             return None, ""
         finally:  # also after Ctrl-C, which a launcher may ignore; all of this has no effect on one that has ended

@@ -9,11 +9,12 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomm.cli import attempts, foreign_options, launching
+from mpicomm.cli import attempts, foreign_options, launching, stage_env
 from mpicomm.cli.argument_types import Parser, count
 from mpicomm.cli.attempts import RestartPolicy
 from mpicomm.cli.console import failed, print_message
@@ -93,6 +94,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the cores of each rank: an equal share of all (cores), a share within a NUMA node (numa), those near its "
         "GPU (gpu), gpu or without GPUs numa (auto), or all (none) (default: the launcher's binding)",
     )
+    parser.add_argument(
+        "--stage-env",
+        metavar="DIR",
+        nargs="?",
+        const=tempfile.gettempdir(),
+        type=_node_directory,
+        help="copy the Python environment to DIR on every node (default: %(const)s) before the ranks start, and run "
+        "them from there",
+    )
     parser.add_argument("--log-dir", metavar="D", help="write each rank's output to D/rank_003.log; show only rank 0's")
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the launch command without running it")
@@ -111,6 +121,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_number,
         default=0,
         help="start the ranks again after a failure, up to N times, on the hosts that are left (default: 0)",
+    )
+    parser.add_argument(
+        "--exclude-failed",
+        action="store_true",
+        help="leave out of a restart the host on which a rank failed first; allocate spare hosts, and pass --nnodes",
     )
     parser.add_argument(
         "--fault-tolerant",
@@ -177,7 +192,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         asked, policy = _request(arguments), _policy(arguments)
         if arguments.dry_run:
-            print(launching.build(attempts.first(asked, policy), os.environ).shown(os.environ))
+            for start in stage_env.starts(attempts.first(asked, policy)):
+                print(start.shown(os.environ))
             return 0
         if arguments.log_dir is not None:
             Path(arguments.log_dir).mkdir(parents=True, exist_ok=True)
@@ -212,6 +228,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         variables={**request.variables(arguments.env, environ), **spares, **elastic},
         excluded=tuple(arguments.no_env),
         bind=arguments.bind,
+        stage_directory=arguments.stage_env,
     )
 
 
@@ -219,9 +236,19 @@ def _policy(arguments: argparse.Namespace) -> RestartPolicy:
     if arguments.node_rank is not None:
         if arguments.max_restarts:
             raise LaunchError("--max-restarts does not work with --node-rank.\nUse torchrun --max-restarts.")
+        if arguments.stage_env:
+            raise LaunchError("--stage-env does not work with --node-rank, which starts torchrun.\nRemove --stage-env.")
         return RestartPolicy()
+    if arguments.exclude_failed and not arguments.max_restarts:
+        raise LaunchError("--exclude-failed has no effect without restarts.\nAdd --max-restarts N.")
     nodes = arguments.nnodes
-    return RestartPolicy(arguments.max_restarts, nodes or NodeRange(), nodes is not None, arguments.nproc_per_node)
+    return RestartPolicy(
+        max_restarts=arguments.max_restarts,
+        nodes=nodes or NodeRange(),
+        is_range_given=nodes is not None,
+        per_node=arguments.nproc_per_node,
+        excludes_failed=arguments.exclude_failed,
+    )
 
 
 def _node_range(text: str) -> NodeRange:
@@ -234,6 +261,15 @@ def _node_range(text: str) -> NodeRange:
 def _per_node(text: str) -> int | None:
     """Parse the number of ranks on each host; torchrun's words stand for the default."""
     return None if text in ("auto", "cpu", "gpu") else count(text)
+
+
+def _node_directory(text: str) -> str:
+    """Parse the path of a directory of every node; the next word is another one if the user has omitted it."""
+    if not Path(text).is_absolute() or Path(text).is_file():
+        raise argparse.ArgumentTypeError(
+            f"expected the absolute path of a directory, got {text}; to omit it, write --stage-env -- {text}"
+        )
+    return text
 
 
 def _number(text: str) -> int:

@@ -71,6 +71,9 @@ class End:
     may_have_lost_host: bool = False
     """Whether mpirun has ended a job that would continue after failures of ranks, as it does if a host is lost."""
 
+    failed_hosts: tuple[str, ...] = ()
+    """The hosts on which ranks failed first, as far as rank 0 has reported them."""
+
 
 class Supervisor:
     """Runs one launch."""
@@ -119,7 +122,8 @@ class Supervisor:
             self._print(cause)
         is_spread = not self._start.is_local and self._stopped_by is None
         may_have_lost_host = is_spread and any(job.may_have_lost_host for job in self._listener.jobs)
-        return End(status, self._stopped_by, bool(self._listener.jobs), cause, may_have_lost_host)
+        failed_hosts = tuple(host for job in self._listener.jobs if not job.is_finished for host in job.failed_hosts)
+        return End(status, self._stopped_by, bool(self._listener.jobs), cause, may_have_lost_host, failed_hosts)
 
     def _run_launcher(self) -> None:
         """Wait until the launcher has ended; an error of this process ends it, too."""

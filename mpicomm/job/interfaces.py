@@ -6,10 +6,16 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+from mpicomm import host_info
 
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
 _IFF_UP = 0x1  # linux/if.h
+# Slingshot's interfaces (hsn0 to hsn3, in the pages of ALCF, OLCF, NERSC and LUMI), and those of InfiniBand (ib0).
+# The names decide before the speeds, since a virtual interface may report a higher one than a real network.
+_FAST_NAMES = ("hsn", "ib")
 
 
 def listed() -> list[tuple[str, str]]:
@@ -29,13 +35,33 @@ def listed() -> list[tuple[str, str]]:
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this host except loopback; those to which its name resolves come first."""
-    addresses = [address for _, address in listed() if not ipaddress.ip_address(address).is_loopback]
+    """Return the addresses of this host except loopback, in the order of `by_speed`."""
     try:
         named = addresses_of(socket.gethostname())
     except (OSError, UnicodeError):
         named = []
-    return sorted(addresses, key=lambda address: address not in named)
+    interfaces = listed()
+    return by_speed(interfaces, {name: _speed(name) for name, _ in interfaces}, named)
+
+
+def by_speed(interfaces: Sequence[tuple[str, str]], speeds: Mapping[str, int], named: Collection[str]) -> list[str]:
+    """Return the addresses of interfaces except loopback, those of the fastest network first.
+
+    Interfaces of Slingshot (hsn*) come before those of InfiniBand (ib*), then the others by speed.
+
+    Args:
+        interfaces: Name and address of every interface.
+        speeds: The speed of every interface in Mbit/s; 0 if unknown.
+        named: The addresses to which the name of the host resolves; of equal interfaces, theirs come first.
+    """
+
+    def rank(interface: tuple[str, str]) -> tuple[int, int, bool]:
+        name, address = interface
+        network = next((index for index, start in enumerate(_FAST_NAMES) if name.startswith(start)), len(_FAST_NAMES))
+        return network, -speeds[name], address not in named
+
+    usable = [interface for interface in interfaces if not ipaddress.ip_address(interface[1]).is_loopback]
+    return [address for _, address in sorted(usable, key=rank)]
 
 
 def addresses_of(name: str) -> list[str]:
@@ -72,3 +98,9 @@ def _ipv6() -> list[tuple[str, str]]:
         return []
     rows = [line.split() for line in table.read_text().splitlines()]
     return [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows if row[3] in ("00", "10")]
+
+
+def _speed(name: str) -> int:
+    """Return the speed in Mbit/s; 0 if unknown, for which the kernel has -1 or an error, as of most virtual ones."""
+    text = host_info.read(f"/sys/class/net/{name}/speed")
+    return int(text) if text.isdigit() else 0

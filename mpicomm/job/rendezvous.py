@@ -48,7 +48,8 @@ def environ_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:
 def listen(topology: Topology, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:
     """Listen on rank 0 for the connections of the job's store.
 
-    The address is MASTER_ADDR if it is set, loopback on a single node, otherwise each of this host's addresses.
+    The address is MASTER_ADDR if it is set, loopback on a single node, otherwise each of this host's addresses, the
+    fastest network first.
 
     Args:
         environ: The environment of rank 0.

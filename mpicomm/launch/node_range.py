@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Host
@@ -43,7 +43,7 @@ class NodeRange:
             TooFewHostsError: If they are too few.
         """
         if number == 0:
-            raise TooFewHostsError("no host of the job answers.\nCheck the hosts, or start the job again.")
+            raise TooFewHostsError("no host of the job is left.\nCheck the hosts, or start the job again.")
         if number < self.least:
             raise TooFewHostsError(
                 f"--nnodes {self}: expected at least {self.least} hosts, got {number}.\n"
@@ -60,6 +60,17 @@ def with_capacity(hosts: Sequence[Host], selected: int, ranks: int | None) -> tu
     """Return hosts whose slots are enough to start a number of ranks on `selected` of them; None for any number."""
     least = 0 if ranks is None else -(-ranks // selected)
     return tuple(Host(host.name, max(host.slots or 1, least)) for host in hosts)
+
+
+def without(hosts: Sequence[Host], names: Collection[str]) -> tuple[Host, ...]:
+    """Return the hosts except those with these names, with or without a domain."""
+    excluded = set(map(_without_domain, names))
+    return tuple(host for host in hosts if _without_domain(host.name) not in excluded)
+
+
+def _without_domain(name: str) -> str:
+    is_address = ":" in name or name.replace(".", "").isdigit()
+    return name if is_address else name.partition(".")[0]
 
 
 def place(request: Request, hosts: Sequence[Host], *, is_step: bool, per_node: int | None = None) -> Request:

@@ -61,6 +61,10 @@ class Request:
     """Names and patterns of variables of this process that no rank gets, as if they were not set."""
     bind: str | None = None
     """One of `binding.MODES`; None for the binding of the launcher."""
+    stage_directory: str | None = None
+    """The directory of every node to which the Python environment is copied; None to use it in its place."""
+    python: str | None = None
+    """The Python of the copy, which also runs the wrappers of the program; None for that of this command."""
 
     def rank_command(self, python: str, *, binds_in: int | None = None) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set.
@@ -69,7 +73,7 @@ class Request:
             binds_in: The number of ranks of its host, among which a rank that binds itself divides the cores; None if
                 the launcher binds it.
         """
-        command = self.program
+        command, python = self.program, self.python or python
         if self.bind is not None and binds_in is not None:
             command = (python, "-m", "mpicomm.rank_binding", self.bind, str(binds_in), *command)
         if self.log_dir is None:

@@ -164,7 +164,7 @@ class Coordinator:
         self._check_exits_at = math.inf
         self._abort_at = math.inf
         self._status = 1
-        self._cause = ""  # in one line; empty if no rank has failed
+        self._failure = protocol.JobFailed("")  # the first one; its text is one line, and empty if no rank has failed
 
     @property
     def is_ending(self) -> bool:
@@ -224,7 +224,7 @@ class Coordinator:
             case protocol.RankDied():
                 self._receive_death(message, now)
             case protocol.RankAborts():
-                self._report_failure(f"{self._name([message.rank])} failed")
+                self._report_failure(f"{self._name([message.rank])} failed", [message.rank])
                 if not self.is_ending:
                     self._abort_at = now + _REPORTER_SECONDS
                     self._send(protocol.JobEnding(files=False))
@@ -254,8 +254,8 @@ class Coordinator:
             self._actions.append(SendToParent(protocol.RankFinished(rank)))
         for rank in self._failed:
             self._actions.append(SendToParent(protocol.RankFinished(rank, has_failed=True)))
-        if self._cause:
-            self._actions.append(SendToParent(protocol.JobFailed(self._cause)))
+        if self._failure.cause:
+            self._actions.append(SendToParent(self._failure))
 
     def _warn_of_files(self, message: protocol.DumpFailed) -> None:
         """Print why files cannot be written: once, since the reason is usually the same on all ranks."""
@@ -272,7 +272,7 @@ class Coordinator:
         if self.is_ending:
             if observation is not None or self._observe_at < math.inf:
                 self._observation, self._observe_at = None, math.inf
-                refused = protocol.StatusRefused(f"the job is being aborted: {self._cause}")
+                refused = protocol.StatusRefused(f"the job is being aborted: {self._failure.cause}")
                 self._actions.append(AnswerObservers([refused]))
         elif observation is not None:
             is_complete = len(observation.statuses.keys() | self._failed) == self.size
@@ -430,9 +430,8 @@ class Coordinator:
             event, reason, remedy = "was terminated by SIGTERM, which rank 0 did not receive", "", _SIGTERM_REMEDY
         if hang_report.is_unreachable(message.lost) and self._recovers:
             # MPI_Comm_shrink would wait for that host, and mpirun ends the job as soon as it notices the loss.
-            self._abort(
-                f"{self._name([message.rank])} {event}", _LAUNCHER_SECONDS, now, details=hang_report.HOST_REMEDY
-            )
+            remedy = hang_report.HOST_REMEDY
+            self._abort(f"{self._name([message.rank])} {event}", _LAUNCHER_SECONDS, now, [message.rank], details=remedy)
         else:
             self._end_rank(message.rank, event, remedy, now, reason)
 
@@ -444,7 +443,7 @@ class Coordinator:
             reason: The same as a sentence, if it differs.
         """
         if not self._recovers or self.is_ending:
-            self._abort(f"{self._name([rank])} {event}", _LAUNCHER_SECONDS, now, details=remedy)
+            self._abort(f"{self._name([rank])} {event}", _LAUNCHER_SECONDS, now, [rank], details=remedy)
         elif rank not in self._failed:
             self._failed.add(rank)
             self._actions.append(SendToParent(protocol.RankFinished(rank, has_failed=True)))
@@ -454,32 +453,44 @@ class Coordinator:
         is_one = len(absent) == 1
         phrase = f"{'has' if is_one else 'have'} exited, but other ranks wait for {'it' if is_one else 'them'}"
         status = self._exits[absent[0]].status
-        self._abort(f"{self._name(absent)} {phrase}", _DUMP_SECONDS, now, status or 1, self._table(rows))
+        cause = f"{self._name(absent)} {phrase}"
+        self._abort(cause, _DUMP_SECONDS, now, status=status or 1, details=self._table(rows))
 
     def _abort_for_timeout(self, late: protocol.TimedOut, rows: Mapping[int, Status], now: float) -> None:
         silent = [rank for rank, row in rows.items() if isinstance(row, NotResponding)]
         operation = rank_text.describe_operation(late.operation)
         cause = f"{self._name([late.rank])} timed out after {late.timeout:g} s in {operation}"
         cause += f"; not responding: {self._name(silent)}" if silent else ""
-        self._abort(cause, _DUMP_SECONDS, now, details=f"{self._table(rows)}\n{late.files}")
+        self._abort(cause, _DUMP_SECONDS, now, silent, details=f"{self._table(rows)}\n{late.files}")
 
-    def _abort(self, cause: str, seconds: float, now: float, status: int = 1, details: str = "") -> None:
+    def _abort(
+        self,
+        cause: str,
+        seconds: float,
+        now: float,
+        ranks: Sequence[int] = (),
+        *,
+        status: int = 1,
+        details: str = "",
+    ) -> None:
         """Print the cause, and abort the job after some seconds; the first cause counts.
 
         Args:
             cause: In one line, also for `mpicomm run`.
+            ranks: The ranks that have failed.
             details: Further lines.
         """
         if self.is_ending:
             return
         self._status = status
-        self._report_failure(cause)
+        self._report_failure(cause, ranks)
         self._abort_at = now + seconds
         self._actions.append(ReportCause("\n".join(filter(None, [f"[mpicomm] {cause}; aborting the job", details]))))
 
-    def _report_failure(self, cause: str) -> None:
-        self._cause = self._cause or cause
-        self._actions.append(SendToParent(protocol.JobFailed(cause)))
+    def _report_failure(self, cause: str, ranks: Sequence[int]) -> None:
+        failure = protocol.JobFailed(cause, rank_text.ranges(ranks))
+        self._failure = self._failure if self._failure.cause else failure
+        self._actions.append(SendToParent(failure))
 
     def _send(self, message: Message) -> None:
         self._actions.append(SendToRanks(message))

@@ -190,6 +190,8 @@ class JobFailed(Message):
     """The job is about to be aborted."""
 
     cause: str
+    ranks: str = ""
+    """The ranks that failed first, as text (`rank_text.ranges`); empty if no rank is at fault, such as at a timeout."""
 
 
 class StopAsked(Message):

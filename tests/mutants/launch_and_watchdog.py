@@ -234,8 +234,8 @@ MUTANTS = [
     ),
     Mutant(
         "Job.receive",
-        old="not self._recovers",
-        new="True",
+        old="not (self._recovers or self.cause)",
+        new="not self.cause",
         fault="mpicomm run names a crash as the cause of the end of a job that has continued after it.",
         tests="tests/unit/test_job_listener.py -k crash_of_rank_0",
     ),

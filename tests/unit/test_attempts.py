@@ -11,6 +11,9 @@ import pytest
 from mpicomm.cli import attempts, launching
 from mpicomm.cli.attempts import RestartPolicy
 from mpicomm.cli.supervisor import End
+from mpicomm.errors import LaunchError
+from mpicomm.launch.allocation import Host
+from mpicomm.launch.node_range import NodeRange
 from mpicomm.launch.request import Node, Request, Start
 from mpicomm.recorder.hang_report import HOST_REMEDY
 from tests.time_limits import scaled
@@ -27,6 +30,53 @@ def test_a_lost_host_is_explained(
     assert status == 1
     is_explained = HOST_REMEDY in capsys.readouterr().err
     assert is_explained == (may_have_lost_host and not max_restarts)
+
+
+HOSTS = tuple(Host(name, 2) for name in "abc")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "excludes", "failed", "second", "text"),
+    [
+        ("2", True, ("b.cluster",), "ac", "leaving out b, on which a rank failed; 2 of 3 hosts are left"),
+        ("2", False, ("b",), "ab", "restart 1 of 1"),
+        ("2", True, (), "ab", "it is not known on which host a rank failed first"),
+        ("3", True, ("b",), "", "--nnodes 3: expected at least 3 hosts, got 2"),
+    ],
+    ids=["spare", "without the option", "unknown", "no spare"],
+)
+def test_a_failed_host_is_left_out_of_a_restart(
+    nodes: str,
+    excludes: bool,
+    failed: tuple[str, ...],
+    second: str,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ends = [End(1, None, True, "failed", failed_hosts=failed), End(0, None, True, "")]
+    used: list[str] = []
+
+    def build(request: Request, _environ: object) -> Start:
+        used.append("".join(host.name for host in request.hosts))
+        return Start(("mpiexec",), {})
+
+    monkeypatch.setattr(launching, "build", build)
+    monkeypatch.setattr(launching, "execute", lambda *_: ends.pop(0))
+    monkeypatch.setattr(launching, "hosts", lambda *_: (HOSTS, False))
+    monkeypatch.setattr(launching, "try_on_hosts", lambda _request, hosts, *_, **__: dict.fromkeys(hosts, ""))
+    policy = RestartPolicy(1, NodeRange.parse(nodes), is_range_given=True, excludes_failed=excludes)
+    status = attempts.run(Request(("train.py",), hosts=HOSTS), policy, 1.0)
+    assert status == (0 if second else 1)
+    assert used == ["abc"[: int(nodes)], *([second] if second else [])]
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hosts", [(), HOSTS[:1]])
+def test_a_host_can_be_left_out_only_of_several(hosts: tuple[Host, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "hosts", lambda *_: (hosts, False))
+    with pytest.raises(LaunchError, match="--exclude-failed does not work in a job of 1 host"):
+        attempts.run(Request(("train.py",)), RestartPolicy(1, excludes_failed=True), 1.0)
 
 
 PYTHON = ("/usr/bin/python3", "train.py")

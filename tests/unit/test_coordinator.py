@@ -228,7 +228,7 @@ def test_the_actions_after_a_death_are_returned_in_their_order() -> None:
     coordinator = Coordinator(["node0"] * SIZE, [0] * SIZE, HANG_SECONDS)
     cause = f"rank 2 of 4 on node0 died: {KILLED}"
     assert coordinator.handle(protocol.RankDied(2, "closed", None), 0.0) == [
-        SendToParent(protocol.JobFailed(cause)),
+        SendToParent(protocol.JobFailed(cause, "2")),
         ReportCause(f"[mpicomm] {cause}; aborting the job\n{DEATH_REMEDY}"),
     ]
     assert coordinator.handle(Tick(), 0.0) == []
@@ -292,7 +292,8 @@ def test_reports_before_mpicomm_run_is_connected_are_repeated(court: Court) -> N
     court.lose(2)
     court.to_parent.clear()
     court.receive(ParentAttached())
-    assert court.to_parent == [protocol.RankFinished(1), protocol.JobFailed(f"rank 2 of 4 on node0 died: {KILLED}")]
+    cause = protocol.JobFailed(f"rank 2 of 4 on node0 died: {KILLED}", "2")
+    assert court.to_parent == [protocol.RankFinished(1), cause]
 
 
 def test_a_job_that_recovers_continues_without_a_rank_but_not_without_a_host() -> None:
@@ -303,7 +304,7 @@ def test_a_job_that_recovers_continues_without_a_rank_but_not_without_a_host() -
     assert court.to_parent == [protocol.RankFinished(1, has_failed=True)] * 2
     court.receive(protocol.RankDied(2, os.strerror(errno.ETIMEDOUT), None))
     cause = "rank 2 of 4 on node1 died: its host is unreachable (Connection timed out)"
-    assert court.to_parent[2:] == [protocol.JobFailed(cause)]
+    assert court.to_parent[2:] == [protocol.JobFailed(cause, "2")]
     assert court.printed == [f"[mpicomm] {cause}; aborting the job\n{HOST_REMEDY}"]
     assert court.to_all[1:] == [JobEnding(files=True)]
 
@@ -692,7 +693,7 @@ def test_ranks_that_do_not_respond_are_named_with_the_timeout() -> None:
     court.tick(COLLECT_SECONDS)
     cause = "rank 1 of 4 on node0 timed out after 30 s in all_reduce #42, float32[1024]"
     cause += "; not responding: rank 3 of 4 on node1"
-    assert court.to_parent == [protocol.JobFailed(cause)]
+    assert court.to_parent == [protocol.JobFailed(cause, "3")]
     assert court.printed[0].startswith(f"[mpicomm] {cause}; aborting the job\n")
 
 

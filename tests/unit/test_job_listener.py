@@ -112,6 +112,33 @@ def test_a_crash_of_rank_0_is_the_cause_unless_the_job_continues(recovers: bool)
     assert job.cause == ("" if recovers else "rank 0 of 4 on node1 died: SIGSEGV ended its process")
 
 
+@pytest.mark.parametrize(
+    ("messages", "hosts"),
+    [
+        ([JobFailed("rank 3 of 4 on node2 died", "3"), JobFailed("rank 0 of 4 on node1 failed", "0")], ["node2"]),
+        ([JobFailed("ranks 1, 2, 3 do not respond", "1-3")], ["node1", "node2"]),
+        ([JobFailed("rank 2 of 4 on node2 has exited, but other ranks wait for it")], []),
+        ([Crash("SIGBUS", "")], ["node1"]),
+        ([JobFailed("rank 3 of 4 on node2 died", "3"), Crash("SIGBUS", "")], ["node2"]),
+    ],
+    ids=["first", "several", "no rank at fault", "rank 0", "rank 0 later"],
+)
+def test_the_hosts_of_the_first_failure_are_known(messages: list[Message], hosts: list[str]) -> None:
+    job = Job(HOSTS)
+    for message in messages:
+        job.receive(message)
+    job.lose_rank_0("closed")
+    assert job.failed_hosts == hosts
+
+
+def test_the_end_of_rank_0_alone_names_no_host() -> None:
+    """The launcher may have killed rank 0 after another rank had failed."""
+    job = Job(HOSTS)
+    job.lose_rank_0("closed")
+    assert job.has_failed
+    assert job.failed_hosts == []
+
+
 def test_a_job_that_continues_after_failures_ends_with_the_host_of_rank_0() -> None:
     job = Job(HOSTS, recovers=True)
     job.lose_rank_0(os.strerror(errno.ETIMEDOUT))

@@ -46,6 +46,22 @@ def test_a_lost_host_reduces_the_ranks(left: int) -> None:
     assert node_range.place(Request(PROGRAM, 2 * len(HOSTS)), hosts[:left], is_step=False).ranks == 2 * left
 
 
+@pytest.mark.parametrize(
+    ("hosts", "failed", "left"),
+    [
+        (["a", "b", "c"], ["b"], ["a", "c"]),
+        (["a.cluster", "b.cluster"], ["b"], ["a.cluster"]),
+        (["a", "b"], ["b.cluster.example.org"], ["a"]),
+        (["10.0.0.1", "10.0.0.2"], ["10.0.0.2"], ["10.0.0.1"]),
+        (["fd00::1", "fd00::2"], ["fd00::2"], ["fd00::1"]),
+        (["a", "b"], ["other"], ["a", "b"]),
+        (["a", "b"], [], ["a", "b"]),
+    ],
+)
+def test_hosts_are_left_out_by_name(hosts: list[str], failed: list[str], left: list[str]) -> None:
+    assert [host.name for host in node_range.without([Host(name, 2) for name in hosts], failed)] == left
+
+
 @pytest.mark.parametrize("is_step", [False, True])
 def test_a_number_per_node_wins(is_step: bool) -> None:
     placed = node_range.place(Request(PROGRAM), HOSTS[:3], is_step=is_step, per_node=5)

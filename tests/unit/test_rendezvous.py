@@ -259,12 +259,44 @@ def test_one_node_listens_on_loopback_only() -> None:
 
 
 def test_several_nodes_never_listen_on_loopback(names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The addresses to which the host's name resolves are first."""
+    """Of equal interfaces, those to whose address the host's name resolves are first."""
     addresses = ["127.0.0.1", "10.0.0.1", "10.1.0.1", "::1", "fd00::1"]
     monkeypatch.setattr(interfaces, "listed", lambda: [(f"if{i}", each) for i, each in enumerate(addresses)])
     assert interfaces.own_addresses() == ["10.0.0.1", "10.1.0.1", "fd00::1"]
     names[socket.gethostname()] = ["127.0.1.1", "10.1.0.1"]
     assert interfaces.own_addresses() == ["10.1.0.1", "10.0.0.1", "fd00::1"]
+
+
+# Name, address and speed (0: not in sysfs) of the interfaces of three types of nodes, in the order of `listed`.
+SLINGSHOT = [("lo", "127.0.0.1", 0), ("bond0", "10.115.0.9", 1000), ("hsn0", "10.150.0.9", 200000)]
+SLINGSHOT += [("hsn1", "10.150.1.9", 200000), ("lo", "::1", 0), ("hsn0", "fd00::9", 200000)]
+INFINIBAND = [("eno1", "10.2.0.7", 25000), ("docker0", "172.17.0.1", 0)]
+INFINIBAND += [("ib0", "10.9.0.7", 0), ("ibs5", "10.9.1.7", 0)]
+ETHERNET = [("eno1", "192.168.0.5", 1000), ("ens3f0", "10.8.0.5", 100000), ("tun0", "10.0.0.5", 10)]
+
+
+@pytest.mark.parametrize(
+    ("of_node", "named", "expected"),
+    [
+        (SLINGSHOT, ["10.115.0.9"], ["10.150.0.9", "10.150.1.9", "fd00::9", "10.115.0.9"]),
+        (SLINGSHOT, ["10.150.1.9"], ["10.150.1.9", "10.150.0.9", "fd00::9", "10.115.0.9"]),
+        (INFINIBAND, ["10.2.0.7"], ["10.9.0.7", "10.9.1.7", "10.2.0.7", "172.17.0.1"]),
+        (INFINIBAND + SLINGSHOT[2:3], [], ["10.150.0.9", "10.9.0.7", "10.9.1.7", "10.2.0.7", "172.17.0.1"]),
+        (ETHERNET, ["192.168.0.5"], ["10.8.0.5", "192.168.0.5", "10.0.0.5"]),
+    ],
+    ids=["Slingshot", "Slingshot, named", "InfiniBand", "both", "Ethernet"],
+)
+def test_the_fastest_network_is_first(
+    of_node: list[tuple[str, str, int]], named: list[str], expected: list[str]
+) -> None:
+    speeds = {name: speed for name, _, speed in of_node}
+    assert interfaces.by_speed([(name, address) for name, address, _ in of_node], speeds, named) == expected
+
+
+@pytest.mark.parametrize(("text", "speed"), [("200000", 200000), ("-1", 0), ("", 0)])
+def test_the_speed_may_be_unknown(text: str, speed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces.host_info, "read", {"/sys/class/net/ib0/speed": text}.__getitem__)
+    assert interfaces._speed("ib0") == speed
 
 
 def test_a_port_in_use_is_refused_with_the_reason() -> None:

@@ -24,6 +24,8 @@ EXCEPTIONS = {
     "mpicomm/watchdog/nvml.py": "NVML is the library of NVIDIA's driver",
     "mpicomm/watchdog/rank_reports.py": "reads the GPU by NVML, which other vendors do not have",
     "mpicomm/doctor/gpu_check.py": "runs the tools of the drivers, which need no torch, by their names",
+    "mpicomm/doctor/fabric_check.py": "looks for the network plugins of the vendors' libraries by their names",
+    "mpicomm/doctor/fabric_rules.py": "the settings that pages of centres demand for the library of each vendor",
     "mpicomm/cli/bench.py": "examples of the types of devices that --device accepts",
     "mpicomm/launch/environment.py": "the variables that mpiexec passes on are those of all vendors",
     "mpicomm/launch/mpi_operator.py": "variables that the images of NVIDIA set",

@@ -1,0 +1,82 @@
+"""A launch of `mpicomm run`; with `--stage-env` on copies of the Python environment, which it makes and removes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+
+from mpicomm.cli import launching
+from mpicomm.cli.console import print_message
+from mpicomm.cli.supervisor import End
+from mpicomm.errors import LaunchError
+from mpicomm.launch.request import Request, Start
+from mpicomm.launch.staged_env import StagedEnv
+
+_REMOVE_SECONDS = 600.0  # for the 50,000 files of an environment with torch: 1 s, but a minute on a busy disk
+_PROGRAM = (sys.executable, "-m", "mpicomm.cli.env_copy")
+
+
+def starts(request: Request) -> list[Start]:
+    """Return the launches of a request: of the program that copies the environment, if requested, and of the ranks.
+
+    Raises:
+        LaunchError: If the ranks cannot be started, or not from a copy.
+        MPINotFoundError: If there is no MPI library.
+    """
+    return _starts(request, _env(request))
+
+
+def run(request: Request, grace: float) -> tuple[Start, End]:
+    """Run the launches of a request, and return that of the ranks, and how it ended.
+
+    Raises:
+        LaunchError: If the ranks cannot be started, or the environment cannot be copied to every node.
+        MPINotFoundError: If there is no MPI library.
+        OSError: If the launcher cannot be executed.
+    """
+    env = _env(request)
+    *copying, ranks = _starts(request, env)
+    try:
+        for start in copying:
+            end = launching.execute(start, "run", grace)
+            if end.stopped_by is not None:
+                return ranks, end
+            if end.status:
+                raise LaunchError(
+                    "no rank was started, since the environment could not be copied to every node.\n"
+                    "Pass another directory that is local to every node (--stage-env=DIR), or remove --stage-env."
+                )
+        return ranks, launching.execute(ranks, "run", grace)
+    finally:
+        if env is not None:
+            _remove(request, env.copy)
+
+
+def _env(request: Request) -> StagedEnv | None:
+    if request.stage_directory is None:
+        return None
+    return StagedEnv.new(sys.prefix, request.stage_directory, secrets.token_hex(4))
+
+
+def _starts(request: Request, env: StagedEnv | None) -> list[Start]:
+    if env is None:
+        return [launching.build(request, os.environ)]
+    copying = launching.on_every_host(request, (*_PROGRAM, env.prefix, env.copy), os.environ)
+    return [launching.build(part, os.environ) for part in (copying, env.staged(request, sys.executable))]
+
+
+def _remove(request: Request, copy: str) -> None:
+    """Remove the copies from all hosts: from one host at a time if not all of them can be reached."""
+    program = (*_PROGRAM, "--remove", copy)
+    try:
+        removal = launching.build(launching.on_every_host(request, program, os.environ), os.environ)
+        if launching.run_briefly(removal, _REMOVE_SECONDS)[0] == 0:
+            return
+        hosts, is_step = launching.hosts(request, os.environ)
+        reasons = launching.try_on_hosts(request, hosts, program, os.environ, is_step=is_step)
+        left = [host.name for host, reason in reasons.items() if reason]
+    except (LaunchError, OSError):
+        hosts, left = (), []
+    if left or not hosts:
+        print_message("run", f"{copy} may remain on {', '.join(left) or 'the nodes'}.\nRemove it there: rm -r {copy}")
