@@ -17,7 +17,10 @@ FOREIGN = {
 }
 """Options of mpirun, srun and torchrun by their names there, and the option of `mpicomm run` for each."""
 
-_WITH_VALUE = (RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, "--log-dir", "--max-restarts", "--grace-period", "--spares")
+_WITH_VALUE = (
+    *(RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, "--log-dir", "--max-restarts", "--grace-period", "--spares"),
+    *("--container", "--container-runtime", "--container-bind"),
+)
 _BY_HAND = ("--nnodes", "--node-rank", "--master-addr", "--master-port")  # programs may have these options too
 HOROVOD = "--horovod"
 _FLAGS = ("--tag-output", "--dry-run", "--fault-tolerant", HOROVOD)

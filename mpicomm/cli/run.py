@@ -20,6 +20,7 @@ from mpicomm.cli.console import failed, print_message
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import allocation, request
 from mpicomm.launch.allocation import Host
+from mpicomm.launch.containers import PYTHON, RUNTIMES, Container
 from mpicomm.launch.node_range import NodeRange
 from mpicomm.launch.request import Node, Request
 from mpicomm.settings import SPARES
@@ -66,6 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=[],
         help="pass this variable to the ranks on all hosts; repeat for more",
     )
+    _add_container_options(parser)
     parser.add_argument("--log-dir", metavar="D", help="write each rank's output to D/rank_003.log; show only rank 0's")
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the launch command without running it")
@@ -121,6 +123,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.translate = functools.partial(_translated, parser)
 
 
+def _add_container_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--container", metavar="IMAGE", help="run each rank in a container of this image, with its python and its MPI"
+    )
+    parser.add_argument(
+        "--container-runtime",
+        choices=tuple(RUNTIMES),
+        help="runtime of the containers (default: an installed one that is made for the image)",
+    )
+    parser.add_argument(
+        "--container-bind",
+        metavar="PATH[:TARGET[:ro]]",
+        action="append",
+        default=[],
+        help="make a path of the hosts visible in the containers, as the working directory is; repeat for more",
+    )
+
+
 def _translated(parser: Parser, line: Sequence[str]) -> list[str]:
     """Replace the options of horovodrun after `--horovod`, and print the equivalents."""
     try:
@@ -162,24 +182,44 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _request(arguments: argparse.Namespace) -> Request:
-    program = request.program(arguments.words, arguments.module, sys.executable)
-    _check_exists(program)
+    hosts, container = _hosts(arguments), _container(arguments)
+    python = sys.executable if container is None else PYTHON
+    program = request.program(arguments.words, arguments.module, python)
+    if container is None:  # else the program may be a file of the image
+        _check_exists(program)
     spares = {SPARES: str(arguments.spares)} if arguments.spares else {}
     is_fault_tolerant = arguments.fault_tolerant or arguments.spares > 0
     elastic = {}
     if arguments.horovod:
-        program = request.with_horovod(program, sys.executable)
+        program = request.with_horovod(program, python)
         elastic = {_ELASTIC: "1"} if is_fault_tolerant else {}
     return Request(
         program=program,
         ranks=arguments.ranks or (arguments.nproc_per_node if arguments.node_rank is not None else None),
-        hosts=_hosts(arguments),
+        hosts=hosts,
         node=_node(arguments),
         log_dir=arguments.log_dir,
         appends_logs=allocation.requeues(os.environ) > 0,
         tag_output=arguments.tag_output,
         is_fault_tolerant=is_fault_tolerant,
         variables={**request.variables(arguments.env, os.environ), **spares, **elastic},
+        container=container,
+    )
+
+
+def _container(arguments: argparse.Namespace) -> Container | None:
+    if arguments.container is None:
+        if arguments.container_runtime or arguments.container_bind:
+            raise LaunchError("--container-runtime and --container-bind need --container.\nPass --container IMAGE.")
+        return None
+    may_use_srun = arguments.hosts is None and arguments.hostfile is None and arguments.node_rank is None
+    return launching.container(
+        arguments.container,
+        arguments.container_runtime,
+        arguments.container_bind,
+        os.environ,
+        log_dir=arguments.log_dir,
+        may_use_srun=may_use_srun,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from mpicomm.errors import LaunchError
 from mpicomm.launch import allocation, environment
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
-from mpicomm.launch.mpi_library import IMPLEMENTATIONS, Implementation, Library
+from mpicomm.launch.mpi_library import IMPLEMENTATIONS, OPEN_MPI, Implementation, Library
 from mpicomm.launch.request import Machine, Node, Request, Start
 from mpicomm.settings import PARENT_VARIABLE
 
@@ -105,17 +105,19 @@ def mpiexec(
         options += [word for name in names for word in _filled_in(mpi.forwarded, name=name)]
     is_local = is_on_one_host and not isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
     parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT_VARIABLE))
+    if request.container is not None:
+        request.container.check_connection(is_pmix=mpi.vendor == OPEN_MPI.vendor)
     return Start((path, *options, *_rank_command(request, machine)), child, is_local, parent_options, place.ranks)
 
 
-def _rank_command(request: Request, machine: Machine) -> tuple[str, ...]:
+def _rank_command(request: Request, machine: Machine, *, by_srun: bool = False) -> tuple[str, ...]:
     """Return the command of one rank, for a launcher that starts another program after an argument `:`."""
     if ":" in request.program:
         raise LaunchError(
             "mpicomm run starts one program on all ranks, got several, or an argument, separated by `:`.\n"
             "Start several programs with the launcher itself: mpiexec -n 1 python a.py : -n 3 python b.py"
         )
-    return request.rank_command(machine.python)
+    return request.rank_command(machine.python, by_srun=by_srun)
 
 
 def _fault_tolerant(library: Library) -> list[str]:
@@ -200,7 +202,7 @@ def srun(request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str
     if sum(job.cpus) and ranks * (cpus or 1) > sum(sorted(job.cpus)[:nodes]):
         options.append("--overcommit")
     child = _for_step(environ, threads=cpus or 1)
-    return Start(("srun", *options, *_rank_command(request, machine)), child, ranks=ranks)
+    return Start(("srun", *options, *_rank_command(request, machine, by_srun=True)), child, ranks=ranks)
 
 
 def _srun_on_groups(
@@ -214,7 +216,7 @@ def _srun_on_groups(
         )
     options = [*_options_of_step(request, mpi_type), f"--het-group=0-{job.groups - 1}"]
     child = _for_step(environ, threads=job.cpus_per_task or 1)
-    return Start(("srun", *options, *_rank_command(request, machine)), child)
+    return Start(("srun", *options, *_rank_command(request, machine, by_srun=True)), child)
 
 
 def _for_step(environ: Mapping[str, str], threads: int) -> dict[str, str]:
@@ -227,7 +229,11 @@ def _for_step(environ: Mapping[str, str], threads: int) -> dict[str, str]:
 def _options_of_step(request: Request, mpi_type: str) -> list[str]:
     # With 1, srun kills the other ranks when the first one exits with a non-zero status, and reports 143 for them: the
     # status 85 of a Trainer would be lost. If a rank dies, mpicomm aborts the job.
-    return [f"--mpi={mpi_type}", "--kill-on-bad-exit=0", *["--label"] * request.tag_output]
+    options = [f"--mpi={mpi_type}", "--kill-on-bad-exit=0", *["--label"] * request.tag_output]
+    if request.container is None:
+        return options
+    request.container.check_connection(is_pmix=mpi_type.startswith("pmix"))
+    return [*options, *request.container.srun_options()]
 
 
 # -- flux run ----------------------------------------------------------------------------------------------------------

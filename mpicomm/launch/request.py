@@ -10,6 +10,7 @@ from pathlib import PurePath
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Allocation, Host, HostAllocation
+from mpicomm.launch.containers import PYTHON, Container
 from mpicomm.settings import PARENT_VARIABLE
 
 _PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
@@ -52,9 +53,23 @@ class Request:
     """Whether ranks on other hosts get all variables of this process, because the hosts are containers of one image."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Variables for the ranks on all hosts."""
+    container: Container | None = None
+    """The container in which each rank runs."""
 
-    def rank_command(self, python: str) -> tuple[str, ...]:
-        """Return the command of one rank, which writes its own log if `log_dir` is set."""
+    def rank_command(self, python: str, *, by_srun: bool = False) -> tuple[str, ...]:
+        """Return the command of one rank, which writes its own log if `log_dir` is set.
+
+        Args:
+            by_srun: Whether srun starts the rank.
+
+        Raises:
+            LaunchError: If the launcher cannot start the container.
+        """
+        if self.container is None:
+            return self._logged_program(python)
+        return self.container.rank_command(self._logged_program(PYTHON), by_srun=by_srun)
+
+    def _logged_program(self, python: str) -> tuple[str, ...]:
         if self.log_dir is None:
             return self.program
         shown = "all" if self.tag_output else "0"

@@ -7,6 +7,7 @@ import re
 from pathlib import PurePath
 
 from mpicomm.launch import known_launchers
+from mpicomm.launch.containers import RUNTIMES
 from mpicomm.launch.jobscript import options, quoting
 from mpicomm.launch.jobscript.options import Option, check_choice, flag, option, program_name
 from mpicomm.launch.jobscript.schedulers import SCHEDULERS, Scheduler
@@ -79,7 +80,14 @@ class JobSpec:
     venv: str | None = option("Python virtual environment to activate", "DIR", options.DIRECTORY)
     env: tuple[str, ...] = option("variable to export; repeat for more", "NAME=VALUE", options.VARIABLE, default=())
 
-    # 5. exit before the time limit
+    # 5. container of the ranks
+    container: str | None = option("run each rank in a container of this image", "IMAGE", options.IMAGE)
+    container_runtime: str | None = option("runtime (default: one made for the image)", choices=tuple(RUNTIMES))
+    container_bind: tuple[str, ...] = option(
+        "path of the hosts in the containers; repeat for more", "PATH[:TARGET[:ro]]", options.DIRECTORY, default=()
+    )
+
+    # 6. exit before the time limit
     signal: str | None = option(
         "Slurm, LSF: signal to the ranks, and seconds before the limit", "USR1@180", options.SIGNAL, only=_NO_SIGNAL
     )
@@ -130,7 +138,15 @@ class JobSpec:
     def run_command(self) -> tuple[str, ...]:
         """The words of `mpicomm run`, with the program's Python: the `mpicomm` in PATH may load another MPI."""
         is_python = re.fullmatch(r"python(3(\.\d+)?)?", PurePath(self.command[0]).name)
+        if self.container is not None:  # that Python is the image's, and mpicomm run starts outside
+            return ("mpicomm", "run", *self._container_options)
         return (self.command[0], "-m", "mpicomm", "run") if is_python else ("mpicomm", "run")
+
+    @property
+    def _container_options(self) -> tuple[str, ...]:
+        runtime = ("--container-runtime", self.container_runtime) if self.container_runtime else ()
+        binds = [word for bind in self.container_bind for word in ("--container-bind", bind)]
+        return ("--container", str(self.container), *runtime, *binds)
 
     @property
     def processes_per_node(self) -> int:
@@ -240,6 +256,8 @@ def _check_command(spec: JobSpec) -> None:
     if any("\0" in word for word in spec.command):
         raise ValueError("an argument of the program cannot contain a null character; remove it")
     _check_indices(spec)
+    if spec.container is None and (spec.container_runtime or spec.container_bind):
+        raise ValueError("--container-runtime and --container-bind need --container IMAGE")
     if spec.torchrun is not None:
         _check_torchrun(spec, spec.torchrun[1])
 
@@ -262,6 +280,8 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
             break
         if _TORCHRUN_ADDED.fullmatch(word):
             raise ValueError(f"the script passes {word} to torchrun, from --nodes and --ranks-per-node; remove it")
+    if spec.container is not None:
+        raise ValueError("--container does not work with torchrun; use -- python train.py")
     for field in ("requeue", "signal"):
         if getattr(spec, field):
             raise ValueError(
