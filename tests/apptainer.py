@@ -14,16 +14,49 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
-CONTENTS, SEARCH_PATH = "contents", "path"
+PLACE = "/opt/image"
+"""The path of the environment in the images of `make`."""
+
+_CONTENTS, _SEARCH_PATH = "contents", "path"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc")
 _PREFIX = "APPTAINERENV_"
+
+
+def problem() -> str | None:
+    """Return the reason why this machine cannot run containers; None if it can."""
+    bwrap = shutil.which("bwrap")
+    if not bwrap or subprocess.run([bwrap, "--dev-bind", "/", "/", "true"], check=False).returncode:
+        return "bubblewrap cannot make namespaces here (apt-get install bubblewrap)"
+    return None
+
+
+def make(folder: Path, environment: Path) -> tuple[Path, Path]:
+    """Make an image with a Python environment at another path and the checkout.
+
+    Returns:
+        The image, and a directory for PATH with the command `apptainer`.
+    """
+    image, commands = folder / "image", folder / "bin"
+    image.mkdir()
+    commands.mkdir()
+    system = [path for path in _SYSTEM if Path(path).exists()]
+    contents = [*system, sys.base_prefix, f"{environment}:{PLACE}", str(Path(__file__).resolve().parents[1])]
+    (image / _CONTENTS).write_text("\n".join(dict.fromkeys(contents)))
+    (image / _SEARCH_PATH).write_text(f"{PLACE}/bin:/usr/bin:/bin")
+    command = commands / "apptainer"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {Path(__file__).resolve()} "$@"\n')
+    command.chmod(0o755)
+    return image, commands
 
 
 def main() -> None:
     options, image, command = _parsed(sys.argv[1:])
-    if not (image / CONTENTS).is_file():
+    if not (image / _CONTENTS).is_file():
         sys.exit(f"FATAL:   could not open image {image}: failed to retrieve path for {image}")
     is_contained = options.contain or options.containall
     environ = _environ(image, is_clean=options.cleanenv or options.containall)
@@ -70,7 +103,7 @@ def _mounts(options: argparse.Namespace, image: Path, *, is_contained: bool) -> 
     words += ["--proc", "/proc"] if options.pid or options.containall else ["--bind", "/proc", "/proc"]
     words += ["--ro-bind", "/sys", "/sys"]
     # 2. the file system of the image; the directories above are those of this machine, and could hide it
-    for line in (image / CONTENTS).read_text().split():
+    for line in (image / _CONTENTS).read_text().split():
         source, _, target = line.partition(":")
         is_link = Path(source).is_symlink()
         words += ["--symlink", str(Path(source).readlink())] if is_link else ["--ro-bind", source]
@@ -88,7 +121,7 @@ def _mounts(options: argparse.Namespace, image: Path, *, is_contained: bool) -> 
 def _environ(image: Path, *, is_clean: bool) -> dict[str, str]:
     kept = {} if is_clean else {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     forced = {name.removeprefix(_PREFIX): value for name, value in os.environ.items() if name.startswith(_PREFIX)}
-    path = (image / SEARCH_PATH).read_text().strip()
+    path = (image / _SEARCH_PATH).read_text().strip()
     names = {"APPTAINER_COMMAND": "exec", "APPTAINER_CONTAINER": str(image), "APPTAINER_NAME": image.name}
     return {**kept, "HOME": str(Path.home()), "PATH": path, **names, **forced}
 

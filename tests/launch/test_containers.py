@@ -6,8 +6,6 @@ in the containers, except the directories that Apptainer binds.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +16,6 @@ from tests import apptainer
 from tests.launching import OTHER_MPI_ENV, ROOT, Outcome, run_command
 
 ENVIRONMENTS = {"this MPI": Path(sys.prefix), "the other MPI": Path(OTHER_MPI_ENV or "")}
-PLACE = "/opt/image"
 P2P = ("-m", "mpicomm.examples.p2p")
 LAST_LINES = {"rank 0: had 0, received 1 from rank 1", "rank 1: had 1, received 0 from rank 0"}
 REDUCE = """
@@ -43,22 +40,10 @@ def _environment(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: py
     environment = ENVIRONMENTS[request.param]
     if not (environment / "bin" / "python").exists():
         pytest.skip("OTHER_MPI_ENV is not set")
-    bwrap = shutil.which("bwrap")
-    if not bwrap or subprocess.run([bwrap, "--dev-bind", "/", "/", "true"], check=False).returncode:
-        pytest.skip("bubblewrap cannot make namespaces here (apt-get install bubblewrap)")
-    image = tmp_path / "image"
-    image.mkdir()
-    system = [path for path in ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc") if Path(path).exists()]
-    python = Path(sys.base_prefix)
-    contents = [*system, str(python), f"{environment}:{PLACE}", str(ROOT)]
-    (image / apptainer.CONTENTS).write_text("\n".join(dict.fromkeys(contents)))
-    (image / apptainer.SEARCH_PATH).write_text(f"{PLACE}/bin:/usr/bin:/bin")
-    directory = tmp_path / "bin"
-    directory.mkdir()
-    command = directory / "apptainer"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {apptainer.__file__} "$@"\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+    if reason := apptainer.problem():
+        pytest.skip(reason)
+    _, commands = apptainer.make(tmp_path, environment)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return environment
@@ -91,7 +76,7 @@ def test_ranks_see_the_image_and_the_bound_paths(environment: Path, tmp_path: Pa
     outcome = run(environment, "--container-bind", f"{tmp_path}/data:/data", "--log-dir", "logs", "reduce.py", "/data")
     assert outcome.status == 0, outcome
     lines = {rank: Path(f"logs/rank_00{rank}.log").read_text().splitlines() for rank in (0, 1)}
-    assert lines == {rank: [f"{rank} of 2: 3 3 {PLACE}/bin/python True"] for rank in (0, 1)}
+    assert lines == {rank: [f"{rank} of 2: 3 3 {apptainer.PLACE}/bin/python True"] for rank in (0, 1)}
     assert "cannot share memory" not in outcome.stderr
 
 
