@@ -22,6 +22,7 @@ KEPT = {
     "tests/launch/test_pytest_plugin.py": "no mutant is in the plugin that runs tests under mpirun",
     "tests/cluster/test_slurm.py": "srun starts the ranks, with PMIx and PMI-2",
     "tests/cluster/test_hierarchical.py": "collectives between nodes",
+    "tests/cluster/test_pals.py::test_ranks_on_two_hosts": "PALS's mpiexec starts ranks on several hosts",
     "tests/cluster/test_mpirun.py": "mpirun starts ranks on several hosts, with different networks",
 }
 """Scenarios that are chosen whatever they detect, by the beginning of their ID, and the reason."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+_VALUE_MISSING = re.compile(r"argument (--directive|--launcher-arg): expected one argument")
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,6 +29,16 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(self.unknown_arguments(unknown))
         return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and the message, which tells how to pass a value that looks like an option."""
+        if match := _VALUE_MISSING.fullmatch(message):
+            message += f"; write {match[1]}=VALUE, with =, for a value that begins with -"
+        self.fail(message)
+
+    def fail(self, message: str) -> NoReturn:
+        """Exit with status 2 and the message."""
+        super().error(message)
 
     def unknown_arguments(self, words: Sequence[str]) -> str:
         """Return the error message for unknown arguments."""

@@ -138,14 +138,14 @@ def _first(request: Request, placement: _Placement) -> Request:
 
 def _placement(request: Request, policy: RestartPolicy) -> _Placement:
     """Return the hosts of a request, for the first attempt and for all restarts."""
-    job = launching.host_selecting_scheduler(os.environ)
+    if not policy.selects_hosts and not policy.max_restarts:
+        return _Placement((), False, policy)
+    job = launching.host_selecting_scheduler(request, os.environ)
     if job is not None and policy.selects_hosts:
         raise LaunchError(
             f"--nnodes and --nproc-per-node do not work in {job}, where the scheduler selects the hosts.\n"
             f"Use -n with the number of ranks, or request other nodes from the scheduler."
         )
-    if not policy.selects_hosts and not policy.max_restarts:
-        return _Placement((), False, policy)
     hosts, is_step = launching.hosts(request, os.environ)
     selected = min(len(hosts), policy.nodes.most or len(hosts)) or 1
     return _Placement(node_range.with_capacity(hosts, selected, request.ranks), is_step, policy)

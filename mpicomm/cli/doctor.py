@@ -48,6 +48,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-job", dest="starts_job", action="store_false", help="do not start a job of two ranks")
+    parser.add_argument(
+        "--fabric",
+        action="store_true",
+        help="show the network devices and which of them libraries use, and check the settings that centres demand",
+    )
     parser.set_defaults(run=run)
 
 
@@ -56,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomm.doctor import examination, launcher_check, software_check
 
     environ = dict(os.environ)  # before bootstrap() exports variables
-    facts = examination.collect(environ)
+    facts = examination.collect(environ, has_fabric=arguments.fabric)
     can_start, launchers = facts[software_check].can_start, facts[launcher_check]
     # 1. this host alone
     if _is_alone(environ):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mpicomm.launch.request import VARIABLE_OPTIONS, command_line
 
 RANKS, HOSTS, HOSTFILE, VARIABLE = "-n", "--hosts", "--hostfile", "--env"
+LAUNCHER_ARGUMENT = "--launcher-arg"
 PER_NODE = ("--nproc-per-node", "--nproc_per_node")
 FOREIGN = {
     **dict.fromkeys(("-np", "--np", "--ntasks"), RANKS),
@@ -17,10 +18,9 @@ FOREIGN = {
 }
 """Options of mpirun, srun and torchrun by their names there, and the option of `mpicomm run` for each."""
 
-_WITH_VALUE = (
-    *(RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, "--log-dir", "--max-restarts", "--grace-period", "--spares"),
-    *("--container", "--container-runtime", "--container-bind"),
-)
+_OURS = ("--no-env", "--launcher", LAUNCHER_ARGUMENT, "--log-dir", "--max-restarts", "--grace-period", "--spares")
+_CONTAINER = ("--container", "--container-runtime", "--container-bind")
+_WITH_VALUE = (RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, *_OURS, *_CONTAINER)
 _BY_HAND = ("--nnodes", "--node-rank", "--master-addr", "--master-port")  # programs may have these options too
 HOROVOD = "--horovod"
 _FLAGS = ("--tag-output", "--dry-run", "--fault-tolerant", HOROVOD)

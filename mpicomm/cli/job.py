@@ -84,7 +84,7 @@ class _Parser(Parser):
         parsed.made_by = f"{self.prog} {quoting.joined(given)}"
         return parsed, []
 
-    def error(self, message: str) -> NoReturn:
+    def fail(self, message: str) -> NoReturn:
         self.exit(FAILED, f"{self.prog}: {message}\n")
 
     def unknown_arguments(self, words: Sequence[str]) -> str:

@@ -18,7 +18,16 @@ from mpicomm.cli.console import print_message
 from mpicomm.cli.supervisor import End, Supervisor
 from mpicomm.devices import counting
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, commands, containers, environment, mpi_operator, node_range, queries
+from mpicomm.launch import (
+    allocation,
+    commands,
+    containers,
+    environment,
+    mpi_operator,
+    node_range,
+    queries,
+    selection,
+)
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.containers import Bind, Container
 from mpicomm.launch.mpi_library import Library
@@ -43,7 +52,7 @@ def build(request: Request, environ: Mapping[str, str]) -> Start:
         LaunchError: If the ranks cannot be started, or if this process is a rank of another job.
         MPINotFoundError: If there is no MPI library.
     """
-    start = _build(request, {**environ, **request.variables})
+    start = _build(request, {**environment.without(environ, request.excluded), **request.variables})
     hidden = frozenset(name for name in request.variables if not name.startswith(PREFIX))
     of_container = request.container.runtime.environ if request.container else {}
     return dataclasses.replace(start, environ={**of_container, **start.environ, **request.variables}, hidden=hidden)
@@ -60,20 +69,23 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     library, job = mpi.library(), _allocation(request, machine, environ)
     if job is None:
         request, environ = _on_operator_hosts(request, library, environ)
-    # 3. the scheduler's launcher, or the library's mpiexec
-    if (
-        isinstance(job, SlurmAllocation)
-        and not request.hosts
-        and (mpi_type := _srun_type(request, library, environ)) is not None
-    ):
-        return commands.srun(request, machine, job, mpi_type, environ)
-    if isinstance(job, FluxAllocation) and not request.hosts:
-        _refuse_fault_tolerance(request, "flux run")
+    # 3. the scheduler's launcher, or an mpiexec
+    srun_type = _srun_type(library, job, environ)
+    launcher = _launcher(request, library, job, environ)
+    if launcher not in (selection.MPIEXEC, selection.PALS):
+        _refuse_fault_tolerance(request, "flux run" if launcher == selection.FLUX else launcher)
+    if isinstance(job, FluxAllocation) and launcher == selection.FLUX:
         return commands.flux_run(request, machine, job, library, _flux_plugins(), environ)
-    executable = queries.mpiexec(library, environ.get("PATH", ""))
+    if isinstance(job, SlurmAllocation) and launcher == selection.IBRUN:
+        return commands.ibrun(request, machine, job, environ)
+    if isinstance(job, SlurmAllocation) and launcher == selection.SRUN and srun_type is not None:
+        return commands.srun(request, machine, job, srun_type, environ)
+    wanted = library.launchers_of_pals if launcher == selection.PALS else None
+    executable, described = queries.mpiexec(library, environ.get("PATH", ""), wanted)
     agent = _agent(job, environ) if isinstance(job, HostAllocation) else None
-    _refuse_hosts_from_container(request, job, agent, environ)
-    return commands.mpiexec(request, machine, library, executable, environ, job=job, agent=agent)
+    if launcher == selection.MPIEXEC:
+        _refuse_hosts_from_container(request, job, agent, environ)
+    return commands.mpiexec(request, machine, library, executable, environ, job=job, agent=agent, launcher=described)
 
 
 def _allocation(request: Request, machine: Machine, environ: Mapping[str, str]) -> Allocation | None:
@@ -102,19 +114,23 @@ def hosts(request: Request, environ: Mapping[str, str]) -> tuple[tuple[Host, ...
         return allocation.with_slots(request.hosts, request.ranks), False
     if isinstance(job, HostAllocation):
         return job.hosts, False
-    if isinstance(job, SlurmAllocation) and not host_selecting_scheduler(environ):
+    if isinstance(job, SlurmAllocation) and not host_selecting_scheduler(request, environ):
         names = _nodes_of_slurm(environ)
-        is_step = _srun_type(request, mpi.library(), environ) is not None
+        is_step = _launcher(request, mpi.library(), job, environ) == selection.SRUN
         return allocation.distributed(names, job.ranks), is_step
     return (), False
 
 
-def host_selecting_scheduler(environ: Mapping[str, str]) -> str | None:
+def host_selecting_scheduler(request: Request, environ: Mapping[str, str]) -> str | None:
     """Return the scheduler that alone can select the hosts of ranks in this job, for messages; None in other jobs."""
     job = queries.current_allocation(environ)
     if isinstance(job, FluxAllocation):
         return "a Flux instance"
-    return "a heterogeneous Slurm job" if isinstance(job, SlurmAllocation) and job.groups > 1 else None
+    if not isinstance(job, SlurmAllocation):
+        return None
+    if job.groups > 1:
+        return "a heterogeneous Slurm job"
+    return "a Slurm job of ibrun" if _launcher(request, mpi.library(), job, environ) == selection.IBRUN else None
 
 
 def probe(request: Request, host: Host, environ: Mapping[str, str], *, is_step: bool) -> str:
@@ -242,11 +258,21 @@ def _machine(environ: Mapping[str, str]) -> Machine:
     )
 
 
-def _srun_type(request: Request, library: Library, environ: Mapping[str, str]) -> str | None:
-    """Return the type of PMI with which srun starts ranks; None if it cannot start them, or the run needs mpirun."""
-    if request.is_fault_tolerant:  # Slurm ends the step if a task is killed; mpirun does not
-        return None
-    return library.srun_type_in(queries.srun_list(), environ)
+def _launcher(request: Request, library: Library, job: Allocation | None, environ: Mapping[str, str]) -> str:
+    return selection.select(
+        request, library, job, srun_type=_srun_type(library, job, environ), is_ibrun_site=_has_ibrun(library, environ)
+    )
+
+
+def _srun_type(library: Library, job: Allocation | None, environ: Mapping[str, str]) -> str | None:
+    """Return the type of PMI with which srun starts ranks; None outside of Slurm's jobs, or if it cannot start them."""
+    return library.srun_type_in(queries.srun_list(), environ) if isinstance(job, SlurmAllocation) else None
+
+
+def _has_ibrun(library: Library, environ: Mapping[str, str]) -> bool:
+    """Return whether this is a site with ibrun, and mpi4py loads an MPI of the site: ibrun does not know other ones."""
+    is_of_site = not Path(library.path or sys.prefix).is_relative_to(sys.prefix)
+    return is_of_site and shutil.which("ibrun", path=environ.get("PATH")) is not None
 
 
 def _refuse_hosts_from_container(

@@ -18,7 +18,7 @@ from mpicomm.cli.argument_types import Parser, count
 from mpicomm.cli.attempts import RestartPolicy
 from mpicomm.cli.console import failed, print_message
 from mpicomm.errors import LaunchError, MPINotFoundError
-from mpicomm.launch import allocation, request
+from mpicomm.launch import allocation, environment, request, selection
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.containers import PYTHON, RUNTIMES, Container
 from mpicomm.launch.node_range import NodeRange
@@ -68,6 +68,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="pass this variable to the ranks on all hosts; repeat for more",
     )
     _add_container_options(parser)
+    parser.add_argument(
+        "--launcher",
+        choices=selection.LAUNCHERS,
+        help="the launcher that starts the ranks (default: that of the scheduler, or the mpiexec of the MPI in use)",
+    )
+    parser.add_argument(
+        foreign_options.LAUNCHER_ARGUMENT,
+        metavar="ARG",
+        action="append",
+        default=[],
+        type=_launcher_argument,
+        help="pass this argument to the launcher, after the options that mpicomm run passes; repeat for more",
+    )
+    parser.add_argument(
+        "--no-env",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="start the ranks on all hosts as if this variable were not set; NAME may be a pattern, as in 'NCCL_*'; "
+        "repeat for more",
+    )
     parser.add_argument("--log-dir", metavar="D", help="write each rank's output to D/rank_003.log; show only rank 0's")
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the launch command without running it")
@@ -184,6 +205,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _request(arguments: argparse.Namespace) -> Request:
     hosts, container = _hosts(arguments), _container(arguments)
     python = sys.executable if container is None else PYTHON
+    environ = environment.without(os.environ, arguments.no_env)
     program = request.program(arguments.words, arguments.module, python)
     if container is None:  # else the program may be a file of the image
         _check_exists(program)
@@ -197,12 +219,15 @@ def _request(arguments: argparse.Namespace) -> Request:
         program=program,
         ranks=arguments.ranks or (arguments.nproc_per_node if arguments.node_rank is not None else None),
         hosts=hosts,
+        launcher=arguments.launcher,
         node=_node(arguments),
         log_dir=arguments.log_dir,
         appends_logs=allocation.requeues(os.environ) > 0,
         tag_output=arguments.tag_output,
         is_fault_tolerant=is_fault_tolerant,
-        variables={**request.variables(arguments.env, os.environ), **spares, **elastic},
+        launcher_arguments=tuple(arguments.launcher_arg),
+        variables={**request.variables(arguments.env, environ), **spares, **elastic},
+        excluded=tuple(arguments.no_env),
         container=container,
     )
 
@@ -212,7 +237,8 @@ def _container(arguments: argparse.Namespace) -> Container | None:
         if arguments.container_runtime or arguments.container_bind:
             raise LaunchError("--container-runtime and --container-bind need --container.\nPass --container IMAGE.")
         return None
-    may_use_srun = arguments.hosts is None and arguments.hostfile is None and arguments.node_rank is None
+    is_of_scheduler = arguments.launcher in (None, selection.SRUN) and arguments.node_rank is None
+    may_use_srun = is_of_scheduler and arguments.hosts is None and arguments.hostfile is None
     return launching.container(
         arguments.container,
         arguments.container_runtime,
@@ -249,6 +275,13 @@ def _number(text: str) -> int:
     return 0 if text == "0" else count(text)
 
 
+def _launcher_argument(text: str) -> str:
+    """Parse an argument of the launcher, which would take an empty one for the program."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected an argument of the launcher, got an empty one")
+    return text
+
+
 def _seconds(text: str) -> float:
     """Parse a positive number of seconds."""
     try:
@@ -283,6 +316,11 @@ def _node(arguments: argparse.Namespace) -> Node | None:
     nodes, rank, addr, port = arguments.nnodes, arguments.node_rank, arguments.master_addr, arguments.master_port
     if not any(given is not None for given in (rank, addr, port)):
         return None
+    if arguments.launcher is not None:
+        raise LaunchError(
+            f"--launcher {arguments.launcher} cannot be combined with --node-rank, with which torchrun starts the "
+            f"ranks.\nRemove one of the two."
+        )
     if nodes is not None and nodes.least != nodes.most:
         raise LaunchError(f"--nnodes must be one number with --node-rank, got {nodes}.\nPass --nnodes N.")
     if None in (nodes, rank, addr):

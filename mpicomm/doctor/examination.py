@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm import mpi
 from mpicomm.doctor import (
+    fabric_check,
     findings,
     gpu_check,
     launcher_check,
@@ -40,15 +41,21 @@ Facts = Mapping[types.ModuleType, Any]
 """The facts of each of `CHECKS`."""
 
 
-def collect(environ: Mapping[str, str]) -> Facts:
-    """Return the facts about this process. Does not initialise MPI, and does not communicate."""
+def collect(environ: Mapping[str, str], *, has_fabric: bool = False) -> Facts:
+    """Return the facts about this process. Does not initialise MPI, and does not communicate.
+
+    Args:
+        has_fabric: Whether the facts include those of `fabric_check`.
+    """
     facts: dict[types.ModuleType, Any] = {memory_check: memory_check.collect(environ)}  # before torch starts threads
-    return facts | {module: module.collect(environ) for module in CHECKS if module not in facts}
+    others = [module for module in CHECKS if module not in facts] + [fabric_check] * has_fabric
+    return facts | {module: module.collect(environ) for module in others}
 
 
 def check(facts: Facts) -> list[Finding]:
     """Return the findings about this process."""
-    return [finding for module in CHECKS for finding in module.check(facts[module])]
+    modules = [module for module in (*CHECKS, fabric_check) if module in facts]
+    return [finding for module in modules for finding in module.check(facts[module])]
 
 
 def check_job(world: World, facts: Facts) -> tuple[list[Finding], list[Link]]:

@@ -70,7 +70,7 @@ def collect(environ: Mapping[str, str]) -> LauncherFacts | None:
         return None
     path, mpiexec_path, not_found = environ.get("PATH", ""), "", ""
     try:
-        mpiexec_path = queries.mpiexec(library, path)
+        mpiexec_path, _ = queries.mpiexec(library, path)
     except LaunchError as error:
         not_found = str(error)
     found_in_path = {

@@ -9,14 +9,15 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
+from mpicomm.doctor import fabric
 from mpicomm.doctor.findings import Finding, ok, problem, warning
 from mpicomm.job import interfaces
 
 _SLOW_SECONDS = 2.0
 # Interfaces of containers and virtual machines, which other hosts cannot reach.
 _VIRTUAL = re.compile(r"docker|br-|virbr|veth|cni|flannel|cali|vxlan|podman|lxc|lxdbr|vmnet|tailscale|wg\d|tun\d|tap\d")
-_VARIABLES = ("MPICOMM_INTERFACE", "GLOO_SOCKET_IFNAME")
-"""Variables that name an interface; that of NCCL contains patterns."""
+_VARIABLES = ("MPICOMM_INTERFACE", fabric.GLOO_SOCKETS, fabric.NCCL_SOCKETS)
+"""Variables that select an interface."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +116,18 @@ def _check_interfaces(listed: Sequence[tuple[str, str]]) -> Finding:
 
 
 def _check_chosen(facts: NetworkFacts) -> list[Finding]:
-    known = {text for interface in facts.interfaces for text in interface}
     return [
         problem(
             variable,
-            f"{variable}={value} is not an interface of this host that is up",
+            f"{variable}={value} selects no interface of this host that is up",
             f"Unset it, or set it to one of {', '.join(dict.fromkeys(name for name, _ in facts.interfaces))}.",
         )
         for variable, value in facts.chosen.items()
-        if not known.intersection(value.split(","))
+        if not _selects(variable, value, facts.interfaces)
     ]
+
+
+def _selects(variable: str, value: str, listed: Sequence[tuple[str, str]]) -> bool:
+    if variable == fabric.NCCL_SOCKETS:
+        return bool(fabric.nccl_interfaces(value, [name for name, _ in listed]))
+    return not {text for interface in listed for text in interface}.isdisjoint(value.split(","))

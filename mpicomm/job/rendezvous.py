@@ -151,10 +151,8 @@ def _check_own_connection(listener: socket.socket, address: str, port: int) -> N
 
 def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -> list[socket.socket]:
     port = _given_port(environ)
-    wanted = _given_addresses(environ, interface, num_nodes)
-    addresses = wanted or (["127.0.0.1", "::1"] if num_nodes == 1 else interfaces.own_addresses())
     listeners, errors = [], []
-    for address in addresses:
+    for address in offered_addresses(environ, interface, num_nodes):
         try:
             # create_server sets SO_REUSEADDR: the port of MASTER_PORT may be in TIME_WAIT since the previous job.
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -170,6 +168,16 @@ def _listen(num_nodes: int, environ: Mapping[str, str], interface: str | None) -
             f"Set MASTER_ADDR to an address of that host and MASTER_PORT to a free port, or unset both."
         )
     return listeners
+
+
+def offered_addresses(environ: Mapping[str, str], interface: str | None, num_nodes: int) -> list[str]:
+    """Return the addresses of this host at which rank 0 of a job on so many nodes listens, as `listen` describes them.
+
+    Raises:
+        LaunchError: If MASTER_ADDR or the interface is not one of this host.
+    """
+    wanted = _given_addresses(environ, interface, num_nodes)
+    return wanted or (["127.0.0.1", "::1"] if num_nodes == 1 else interfaces.own_addresses())
 
 
 def _given_port(environ: Mapping[str, str]) -> int:

@@ -1,8 +1,9 @@
-"""Launch commands: mpiexec of the MPI library, srun and flux run in their allocations, and torchrun without MPI."""
+"""Launch commands: mpiexec, the launchers of schedulers in their allocations, and torchrun without MPI."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 
 from mpicomm.errors import LaunchError
@@ -38,9 +39,14 @@ class Placement:
     is_exclusive: bool = False
     """Whether no other job uses the cores."""
     hosts: tuple[Host, ...] = ()
-    """The hosts for the command line; empty if the launcher determines the hosts."""
+    """The hosts; empty if the launcher determines them."""
     file: str | None = None
-    """The host file of PBS."""
+    """The host file of PBS, which names them."""
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether no rank is on a host that the command line names, other than the only one of a PBS job."""
+        return self.nodes == 1 and (self.file is not None or not self.hosts)
 
     @property
     def cores_per_rank(self) -> int | None:
@@ -58,33 +64,35 @@ def mpiexec(
     *,
     job: Allocation | None = None,
     agent: str | None = None,
+    launcher: Implementation | None = None,
 ) -> Start:
     """Return the launch of ranks on this machine, on the hosts of the request, or in an allocation.
 
     Args:
-        path: The mpiexec that belongs to the library.
+        path: The mpiexec that starts the ranks.
         agent: A program that starts a command on another host of a PBS or LSF job; None to use ssh.
+        launcher: The description of this mpiexec; None for that of the library's own.
 
     Raises:
-        LaunchError: If the hosts have different numbers of ranks and the implementation does not support that.
+        LaunchError: If the hosts have different numbers of ranks and the launcher does not support that.
     """
-    mpi = library.implementation
+    mpi = launcher or library.implementation
     place = _placement(request, machine, job)
     # 1. the environment of the ranks
     is_bound_by_user = any(environ.get(name) for vendor in IMPLEMENTATIONS for name in vendor.binding_variables)
     if is_bound_by_user:
         place = dataclasses.replace(place, is_exclusive=False)
-    child = environment.for_ranks(_without_threads_for_one(environ, place), threads=place.cores // place.per_node)
+    threads = place.cores // place.per_node
+    child = {**mpi.default_environ, **environment.for_ranks(_without_threads_for_one(environ, place), threads)}
     if machine.is_root:
         child.update(mpi.root_environ)
     if place.cores_per_rank is None and not is_bound_by_user:
         child.update(mpi.unbound_environ)
     # 2. the options
     options = ["-n", str(place.ranks)]
-    if place.file:
-        options += _filled_in(mpi.host_file, file=place.file)
     if place.hosts:
-        options += _host_options(mpi, place.hosts)
+        options += _host_options(mpi, place)
+    options += _filled_in(mpi.always)
     if place.cores_per_rank:
         options += _filled_in(mpi.bound, per_node=place.per_node, cores=place.cores_per_rank)
     else:
@@ -97,27 +105,27 @@ def mpiexec(
             child.setdefault(_OVERLAP, "1")
     if request.tag_output:
         options += _filled_in(mpi.tagged)
-    is_on_one_host = place.nodes == 1 and not place.hosts
-    if not is_on_one_host:
+    if not place.is_on_one_host:
         options += _filled_in(mpi.agent, agent=agent) if agent else []
         forwarded = environment.forwarded(child, everything=request.forwards_all)
         names = dict.fromkeys([*forwarded, *request.variables])
         options += [word for name in names for word in _filled_in(mpi.forwarded, name=name)]
-    is_local = is_on_one_host and not isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
+    may_be_elsewhere = isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
+    is_local = place.is_on_one_host and not may_be_elsewhere
     parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT_VARIABLE))
     if request.container is not None:
-        request.container.check_connection(is_pmix=mpi.vendor == OPEN_MPI.vendor)
-    return Start((path, *options, *_rank_command(request, machine)), child, is_local, parent_options, place.ranks)
+        request.container.check_connection(is_pmix=library.vendor == OPEN_MPI.vendor)
+    return Start((path, *options, *_last_words(request, machine)), child, is_local, parent_options, place.ranks)
 
 
-def _rank_command(request: Request, machine: Machine, *, by_srun: bool = False) -> tuple[str, ...]:
-    """Return the command of one rank, for a launcher that starts another program after an argument `:`."""
-    if ":" in request.program:
+def _last_words(request: Request, machine: Machine, *, by_srun: bool = False) -> tuple[str, ...]:
+    """Return the user's arguments and the command of one rank, for a launcher that starts another program after `:`."""
+    if ":" in (*request.launcher_arguments, *request.program):
         raise LaunchError(
             "mpicomm run starts one program on all ranks, got several, or an argument, separated by `:`.\n"
             "Start several programs with the launcher itself: mpiexec -n 1 python a.py : -n 3 python b.py"
         )
-    return request.rank_command(machine.python, by_srun=by_srun)
+    return (*request.launcher_arguments, *request.rank_command(machine.python, by_srun=by_srun))
 
 
 def _fault_tolerant(library: Library) -> list[str]:
@@ -136,8 +144,7 @@ def _placement(request: Request, machine: Machine, job: Allocation | None) -> Pl
         return dataclasses.replace(_on_hosts(hosts, request.ranks, machine), hosts=hosts)
     if isinstance(job, HostAllocation):
         place = _on_hosts(job.hosts, request.ranks, machine)
-        hosts = job.hosts if job.file is None else ()
-        return dataclasses.replace(place, hosts=hosts, file=job.file, is_exclusive=machine.is_exclusive_to(job))
+        return dataclasses.replace(place, hosts=job.hosts, file=job.file, is_exclusive=machine.is_exclusive_to(job))
     if isinstance(job, SlurmAllocation):
         ranks = request.ranks or job.ranks
         return Placement(ranks, job.nodes, per_node=-(-ranks // job.nodes), cores=min(job.cpus, default=1))
@@ -162,15 +169,22 @@ def _without_threads_for_one(environ: Mapping[str, str], place: Placement) -> Ma
     return environ
 
 
-def _host_options(mpi: Implementation, hosts: tuple[Host, ...]) -> list[str]:
-    words = [str(host) for host in hosts]
-    if "{slots}" in mpi.hosts and len({host.slots for host in hosts}) > 1:
+def _host_options(mpi: Implementation, place: Placement) -> list[str]:
+    template = mpi.hosts if place.file is None else mpi.host_file
+    slots = [host.slots for host in place.hosts]
+    if re.search("{slots}|{per_node}", template) and len(set(slots)) > 1:
         raise LaunchError(
-            f"{mpi.vendor} needs the same number of ranks on every host, got {', '.join(words)}.\n"
+            f"{mpi.vendor} needs the same number of ranks on every host, got {', '.join(map(str, place.hosts))}.\n"
             f"Give every host the same number of ranks."
         )
-    names = [host.name for host in hosts]
-    return _filled_in(mpi.hosts, hosts=",".join(words), names=",".join(names), slots=hosts[0].slots)
+    return _filled_in(
+        template,
+        file=place.file,
+        hosts=",".join(map(str, place.hosts)),
+        names=",".join(host.name for host in place.hosts),
+        slots=slots[0],
+        per_node=place.per_node,
+    )
 
 
 def _filled_in(template: str, **values: object) -> list[str]:
@@ -202,7 +216,7 @@ def srun(request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str
     if sum(job.cpus) and ranks * (cpus or 1) > sum(sorted(job.cpus)[:nodes]):
         options.append("--overcommit")
     child = _for_step(environ, threads=cpus or 1)
-    return Start(("srun", *options, *_rank_command(request, machine, by_srun=True)), child, ranks=ranks)
+    return Start(("srun", *options, *_last_words(request, machine, by_srun=True)), child, ranks=ranks)
 
 
 def _srun_on_groups(
@@ -216,7 +230,7 @@ def _srun_on_groups(
         )
     options = [*_options_of_step(request, mpi_type), f"--het-group=0-{job.groups - 1}"]
     child = _for_step(environ, threads=job.cpus_per_task or 1)
-    return Start(("srun", *options, *_rank_command(request, machine, by_srun=True)), child)
+    return Start(("srun", *options, *_last_words(request, machine, by_srun=True)), child)
 
 
 def _for_step(environ: Mapping[str, str], threads: int) -> dict[str, str]:
@@ -234,6 +248,34 @@ def _options_of_step(request: Request, mpi_type: str) -> list[str]:
         return options
     request.container.check_connection(is_pmix=mpi_type.startswith("pmix"))
     return [*options, *request.container.srun_options()]
+
+
+# -- ibrun -------------------------------------------------------------------------------------------------------------
+
+
+def ibrun(request: Request, machine: Machine, job: SlurmAllocation, environ: Mapping[str, str]) -> Start:
+    """Return the launch of ranks by TACC's ibrun, by default of all tasks of the job.
+
+    Its options are those of TACC's user guide of Stampede3, "Launching Applications" (2026-08).
+
+    Raises:
+        LaunchError: If the request needs an option that ibrun does not have, or more tasks than the job has.
+    """
+    ranks = request.ranks or job.ranks
+    if ranks > job.ranks:
+        raise LaunchError(
+            f"ibrun starts at most the {job.ranks} tasks of this Slurm job, got -n {ranks}.\n"
+            f"Request {ranks} tasks from Slurm (sbatch -n {ranks}), or use --launcher mpiexec."
+        )
+    if request.tag_output:
+        raise LaunchError(
+            "--tag-output: ibrun cannot show which rank has written a line.\n"
+            "Write a file for each rank (--log-dir DIR), or use --launcher mpiexec."
+        )
+    options = [] if ranks == job.ranks else ["-n", str(ranks), "-o", "0"]  # both or none of them
+    cpus = min(job.cpus, default=0) // -(-ranks // job.nodes)
+    child = _for_step(environ, threads=job.cpus_per_task or cpus or 1)
+    return Start(("ibrun", *options, *_last_words(request, machine)), child, ranks=ranks)
 
 
 # -- flux run ----------------------------------------------------------------------------------------------------------
@@ -274,6 +316,7 @@ def flux_run(
     if request.tag_output:
         options.append("--label-io")
     child = environment.for_ranks(environ, threads=cores)
+    options += request.launcher_arguments
     return Start(("flux", "run", *options, *request.rank_command(machine.python)), child, ranks=ranks)
 
 
@@ -290,7 +333,9 @@ def torchrun(request: Request, node: Node, machine: Machine, environ: Mapping[st
         f"--master-port={node.master_port}",
         f"--nproc-per-node={ranks}",
         *["--tee=3"] * request.tag_output,
+        "--no-python",
+        *request.launcher_arguments,
     ]
     child = environment.for_ranks(environ, threads=machine.cores // ranks)
-    command = (machine.python, *_TORCHRUN, *options, "--no-python", *request.rank_command(machine.python))
+    command = (machine.python, *_TORCHRUN, *options, *request.rank_command(machine.python))
     return Start(command, child | (_TORCHRUN_TAG if request.tag_output else {}))

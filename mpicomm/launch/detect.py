@@ -39,6 +39,9 @@ from mpicomm.launch.mpi_library import Library
 
 Kind = Literal["mpi", "torchrun", "slurm", "single"]
 
+_OF_SRUN = (PALS, PMI, PMIX)
+"""The launchers whose variables srun sets; --mpi=cray_shasta those of PALS (plugins/mpi/cray_shasta in Slurm)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
@@ -296,7 +299,7 @@ def _claim(launcher: Launcher, environ: Mapping[str, str]) -> Claim:
 
 def _step(claims: tuple[Claim, ...], environ: Mapping[str, str]) -> Claim | None:
     """Return the claim of a Slurm step: srun passes no size through PMIx, and the tasks per node through neither."""
-    is_of_srun = all(claim.launcher in (PMI, PMIX) for claim in claims)
+    is_of_srun = all(claim.launcher in _OF_SRUN for claim in claims)
     has_numbers = all(environ.get(name, "0").isdigit() for name in SLURM.variables(COMPARED))
     if not (environ.get("SLURM_STEP_ID") and is_of_srun and has_numbers):
         return None
@@ -333,7 +336,7 @@ def _support_only_pmix(claims: tuple[Claim, ...]) -> bool:
 def _title(claims: tuple[Claim, ...], environ: Mapping[str, str]) -> str:
     if not claims:
         return "plain python"
-    if claims[0].launcher in (PMI, PMIX) and environ.get("SLURM_STEP_ID") and environ.get("SLURM_MPI_TYPE"):
+    if claims[0].launcher in _OF_SRUN and environ.get("SLURM_STEP_ID") and environ.get("SLURM_MPI_TYPE"):
         return f"srun --mpi={environ['SLURM_MPI_TYPE']}"
     return claims[0].title
 
@@ -351,6 +354,8 @@ def _remedy(launch: Launch, environ: Mapping[str, str], library: Library, size: 
         return f"{needed}tart with\n  flux run{plugin} -n {size} {command}"
     if launch.step is not None:
         start = f"srun --mpi={library.srun_type} {command}"
+    elif library.pals_pmi and any(claim.launcher is PALS for claim in launch.claims):
+        start = f"mpiexec --pmi {library.pals_pmi} -n {size} {command}"
     else:
         start = f"{library.mpiexec} -n {size} {command}"
     return f"Use the launcher that belongs to the library:\n  {start}"

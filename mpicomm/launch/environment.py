@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch import detect, known_launchers, visible_devices
 from mpicomm.launch.known_launchers import MPI_LAUNCHERS, TORCHRUN
+from mpicomm.launch.request import without_value
 
 _CLEARED = (*MPI_LAUNCHERS, TORCHRUN)  # SLURM_* are those of the allocation too
 _OF_USERS = "PMIX_MCA_"  # options of PMIx, although they match a pattern of variables of ranks
 _ADDRESS = {"MASTER_ADDR", "MASTER_PORT"}
 
-# Open MPI forwards only its own variables to other hosts. Variables that differ between hosts must not be forwarded.
-_FORWARDED = (
-    "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_*", "KMP_*", "MKL_*",
-    "THP_MEM_ALLOC_ENABLE", "MASTER_ADDR", "MASTER_PORT", "MPICOMM_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "TORCH_*",
-    "TORCHINDUCTOR_*", "PYTORCH_*", "CUDA_*", "HIP_*", "HSA_*", "RCCL_*", "MIOPEN_*", "ZE_*", "CCL_*", "HF_*",
-    "TOKENIZERS_PARALLELISM", "WANDB_*", "APPTAINER*", "SINGULARITY*",
-    "PBS_JOBID", "PBS_ARRAY_*", "LSB_JOBID", "LSB_JOBINDEX", "SLURM_JOB_ID", "SLURM_ARRAY_*",
-)  # fmt: skip
+# Open MPI forwards only its own variables to other hosts. Those of proxies are left out: they may contain a password,
+# and the proxy of a login node often cannot be reached from a compute node.
+FORWARDED: Mapping[str, tuple[str, ...]] = {
+    "Python and its libraries": (
+        "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX",
+    ),
+    "threads and memory": ("OMP_*", "KMP_*", "MKL_*", "THP_MEM_ALLOC_ENABLE"),
+    "mpicomm and its rendezvous": ("MPICOMM_*", "MASTER_ADDR", "MASTER_PORT"),
+    "MPI libraries and networks": ("MPICH_*", "MPIR_*", "I_MPI_*", "UCX_*", "FI_*"),
+    "collective libraries": ("NCCL_*", "RCCL_*", "CCL_*", "GLOO_*"),
+    "accelerators": ("CUDA_*", "HIP_*", "HSA_*", "ROCR_*", "MIOPEN_*", "ZE_*"),
+    "PyTorch": ("TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "TRITON_*"),
+    "models and metrics": ("HF_*", "TOKENIZERS_PARALLELISM", "WANDB_*"),
+    "containers": ("APPTAINER*", "SINGULARITY*"),
+    "the job": ("PBS_JOBID", "PBS_ARRAY_*", "LSB_JOBID", "LSB_JOBINDEX", "SLURM_JOB_ID", "SLURM_ARRAY_*"),
+}  # fmt: skip
+"""Names and patterns of the variables that ranks on other hosts get, by subject."""
+
+_FORWARDED = tuple(pattern for patterns in FORWARDED.values() for pattern in patterns)
+# Variables that differ between hosts must not be forwarded.
 _LOCAL = (*visible_devices.NAMES, "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_")
 _OF_MPI = ("OMPI_*", "PRTE_*", "PMIX_*")  # Open MPI forwards them itself
+_OF_LAUNCHERS = ("PATH", "SLURM_*", "PBS_*", "LSB_*", "FLUX_*")  # without them a launcher does not know its job
 
 _SERVICE_STEPS = 0xFFFFFFF0  # IDs of Slurm's own steps, such as the shell of an salloc, start here
 
@@ -65,6 +80,29 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name not in names and (not _matches(name, patterns) or name.startswith(_OF_USERS))
     }
+
+
+def without(environ: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    """Return the environment without the variables that `--no-env` excludes.
+
+    Args:
+        patterns: Names, in which `*` and `?` stand for other characters.
+
+    Raises:
+        LaunchError: If a pattern is not valid, or the launcher needs one of the variables.
+    """
+    for pattern in patterns:
+        if not re.fullmatch(r"[A-Za-z_*?][\w*?]*", pattern):
+            shown = without_value(pattern)
+            raise LaunchError(f"--no-env {shown}: expected the name of a variable, or a pattern such as 'NCCL_*'.")
+        needed = [name for name in environ if _matches(name, [pattern]) and _matches(name, _OF_LAUNCHERS)]
+        if needed:
+            shown = f"{', '.join(sorted(needed)[:3])}{', ...' if len(needed) > 3 else ''}"
+            raise LaunchError(
+                f"--no-env {pattern} would remove {shown}, which the launcher of the ranks needs.\n"
+                f"Exclude only variables of your program and its libraries, for example --no-env 'NCCL_*'."
+            )
+    return {name: value for name, value in environ.items() if not _matches(name, patterns)}
 
 
 def for_ranks(environ: Mapping[str, str], threads: int) -> dict[str, str]:

@@ -70,8 +70,10 @@ PALS = Launcher(  # sets no size
     local_rank="PALS_LOCAL_RANKID",
     local_size="PALS_LOCAL_SIZE",
     node_rank="PALS_NODEID",
-    other_variables=("PALS_*",),
+    # Not PALS_*: PALS_PMI, PALS_CPU_BIND and others are options of mpiexec, which users and modules set.
+    other_variables=("PALS_APID", "PALS_APINFO", "PALS_SPOOL_DIR"),
     commands=("aprun",),
+    daemons=("palsd",),
 )
 ALPS = Launcher("aprun", rank="ALPS_APP_PE", other_variables=("ALPS_APP_*",), commands=("aprun",))
 JSRUN = Launcher(

@@ -29,6 +29,8 @@ class Implementation:
     # 1. options of mpiexec
     hosts: str = "-hosts {hosts}"
     host_file: str = "-f {file}"
+    always: str = ""
+    """Options of every launch."""
     bound: str = "-bind-to core:{cores}"
     """Binds each rank to so many cores of its own."""
     unbound: str = ""
@@ -45,6 +47,8 @@ class Implementation:
     """Variables with which users bind the ranks."""
     unbound_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     root_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    default_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Variables without which it does not connect the ranks; the user's values are kept."""
 
     # 3. variables of the ranks
     gpu_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -103,6 +107,7 @@ MPICH = Implementation(
 )
 CRAY_MPICH = dataclasses.replace(
     MPICH,
+    package="",
     gpu_environ={"MPICH_GPU_SUPPORT_ENABLED": "1"},
     gpu_library="libmpi_gtl",
     no_gpu_environ={"MPICH_GPU_SUPPORT_ENABLED": "0"},
@@ -132,7 +137,25 @@ INTEL_MPI = Implementation(
     no_gpu_environ={"I_MPI_OFFLOAD": "0"},
     srun_variable="I_MPI_PMI_LIBRARY",  # the path of Slurm's library
 )
-IMPLEMENTATIONS = (OPEN_MPI, INTEL_MPI, MPICH, MVAPICH)  # Intel MPI's mpiexec shows MPICH's output too
+PALS = Implementation(
+    # HPE's Parallel Application Launch Service is not an MPI: it starts ranks of Cray MPICH, and of an MPICH with PMIx.
+    # Options and variables: HPE's command-line client (cray/modules/mpiexec/cli.py of craycli, 2021), the launcher
+    # interface of HPE's tools (common-tools-interface/cti, 2026-02), and ALCF's "Running Jobs on Aurora" (2026-08).
+    "PALS",
+    version_output=r"(?m)^mpiexec version \d",  # "mpiexec version 1.8.0 revision ...", as E3SM's mache expects (2026)
+    hosts="--ppn {per_node} --hosts {names}",
+    host_file="--ppn {per_node} --hostfile {file}",
+    # By default PALS ends the application when the first rank exits with a non-zero status, and the others exit with
+    # SIGTERM: the status 85 of a Trainer would be lost, as with srun. If a rank dies, mpicomm aborts the job.
+    always="--no-abort-on-failure",
+    bound="--cpu-bind depth --depth {cores}",
+    tagged="--label --line-buffer",
+    agent="",  # its daemons are services of the nodes
+    binding_variables=("PALS_CPU_BIND", "PALS_DEPTH"),
+    unbound_environ={"PALS_CPU_BIND": "none"},  # aprun's default is one hardware thread per rank
+)
+PALS_WITH_PMIX = dataclasses.replace(PALS, default_environ={"PALS_PMI": "pmix"})  # its default is Cray's PMI
+IMPLEMENTATIONS = (OPEN_MPI, INTEL_MPI, MPICH, MVAPICH, PALS)  # Intel MPI's mpiexec shows MPICH's output too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +189,12 @@ class Library:
         An MPICH with PMIx prefers it. Without it, `pmi2` is right: that plugin of Slurm also serves PMI-1, which MPICH
         uses there by default, so that MPICH's deprecation of PMI-2 has no effect.
         """
-        is_mpich_with_pmix = self.vendor == "MPICH" and "with-pmix" in self.description
-        return ("pmix", *self.implementation.srun_types) if is_mpich_with_pmix else self.implementation.srun_types
+        return ("pmix", *self.implementation.srun_types) if self.is_mpich_with_pmix else self.implementation.srun_types
+
+    @property
+    def is_mpich_with_pmix(self) -> bool:
+        """Whether the site has built this MPICH with PMIx."""
+        return self.vendor == "MPICH" and "with-pmix" in self.description
 
     @property
     def srun_type(self) -> str:
@@ -221,6 +248,28 @@ class Library:
 
     # -- its mpiexec ---------------------------------------------------------------------------------------------------
 
+    @property
+    def launchers(self) -> tuple[Implementation, ...]:
+        """The descriptions of the launchers named mpiexec that can start its ranks, the best first."""
+        own = self.implementation
+        if own is CRAY_MPICH:
+            return (PALS, own)
+        if self.is_mpich_with_pmix:
+            return (PALS_WITH_PMIX, own)
+        return (own, PALS) if own is MPICH else (own,)
+
+    @property
+    def pals_pmi(self) -> str:
+        """The value of PALS's `--pmi` with which its ranks form one world; empty if it is unknown."""
+        if self.launchers[0] not in self.launchers_of_pals:
+            return ""
+        return self.launchers[0].default_environ.get("PALS_PMI", "cray")
+
+    @property
+    def launchers_of_pals(self) -> tuple[Implementation, ...]:
+        """Those of `launchers` that are PALS; empty if PALS cannot start its ranks."""
+        return tuple(launcher for launcher in self.launchers if launcher.vendor == PALS.vendor)
+
     def mpiexec_candidates(self, path: Sequence[str]) -> list[str]:
         """Return candidate paths of its mpiexec: in `bin` directories above the library first, then in PATH.
 
@@ -241,31 +290,36 @@ class Library:
         """The options of its mpiexec with which the other ranks continue if a rank fails; empty if it has none."""
         return self.implementation.fault_tolerant if int(self.version.split(".")[0]) >= 5 else ""
 
-    def owns_mpiexec(self, output: str) -> bool:
-        """Return whether a launcher with this output of `--version` can start programs with this library."""
+    def launcher_with(self, output: str) -> Implementation | None:
+        """Return which of `launchers` prints this output of `--version`; None if it belongs to none of them."""
         match = _version_match(output)
-        if match is None or match.re.pattern != self.implementation.version_output:
-            return False
-        return not match.groups() or match[1] == self.version.split(".")[0]
+        if match is None or (match.groups() and match[1] != self.version.split(".")[0]):
+            return None
+        return next((known for known in self.launchers if known.version_output == match.re.pattern), None)
 
     def is_of_other_mpi(self, output: str) -> bool:
         """Return whether a launcher with this output of `--version` belongs to another known MPI."""
-        return _version_match(output) is not None and not self.owns_mpiexec(output)
+        return _version_match(output) is not None and self.launcher_with(output) is None
 
-    def mpiexec_not_found(self, others: Sequence[str]) -> str:
-        """Return the error message if no mpiexec of this library was found.
+    def mpiexec_not_found(self, others: Sequence[str], needed: Implementation | None = None) -> str:
+        """Return the error message if no mpiexec was found that can start the ranks of this library.
 
         Args:
             others: Launchers that were found but belong to another MPI.
+            needed: The launcher that was searched for; None for any.
         """
-        package, names = self.implementation.package, self.implementation.commands
-        install = f"pip install {package}=={self.version}, or load" if package else "Load"
+        own, names = self.implementation, self.implementation.commands
+        needed = needed or (own if own.package else self.launchers[0])
+        is_pals = needed in self.launchers_of_pals
+        install = f"pip install {needed.package}=={self.version}, or load" if needed.package else "Load"
+        module = "your site's module cray-pals" if is_pals else "your site's module"
+        owner = "PALS, for " if is_pals else ""
         others_found = f"Found launchers of other MPIs: {', '.join(others)}.\n" if others else ""
         places = f"above {self.path} and in PATH" if self.path else "in PATH"
         return (
-            f"mpiexec of {self.vendor} {self.version}, which mpi4py loads, was not found.\n"
+            f"mpiexec of {owner}{self.vendor} {self.version}, which mpi4py loads, was not found.\n"
             f"Searched for {' and '.join(names)} in each bin directory {places}.\n"
-            f"{others_found}{install} your site's module, or use the site's own launcher."
+            f"{others_found}{install} {module}, or use the site's own launcher."
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from mpicomm.errors import LaunchError
 from mpicomm.launch import allocation, containers, environment
 from mpicomm.launch.allocation import Allocation, FluxAllocation
-from mpicomm.launch.mpi_library import Library
+from mpicomm.launch.mpi_library import Implementation, Library
 
 _QUERY_SECONDS = 20.0  # time limit of a command: a busy scheduler answers within seconds, a lost one never
 
@@ -58,23 +58,25 @@ def constant_output(*command: str) -> str:
     return output_of(command, with_errors=True)
 
 
-def mpiexec(library: Library, path: str) -> str:
-    """Return the path of the launcher that belongs to the library.
+def mpiexec(
+    library: Library, path: str, launchers: Sequence[Implementation] | None = None
+) -> tuple[str, Implementation]:
+    """Return the path and the description of the best mpiexec that can start ranks of the library.
 
     Args:
         path: The value of PATH.
+        launchers: Those of the library's launchers to search for; None for all.
 
     Raises:
         LaunchError: If no such launcher is found.
     """
-    others = []
-    for candidate in library.mpiexec_candidates(path.split(os.pathsep)):
-        if not os.access(candidate, os.X_OK) or Path(candidate).is_dir():
-            continue
-        if library.owns_mpiexec(constant_output(candidate, "--version")):
-            return candidate
-        others.append(candidate)
-    raise LaunchError(library.mpiexec_not_found(others))
+    candidates = library.mpiexec_candidates(path.split(os.pathsep))
+    executables = [path for path in candidates if os.access(path, os.X_OK) and not Path(path).is_dir()]
+    for launcher in launchers or library.launchers:
+        for executable in executables:
+            if library.launcher_with(constant_output(executable, "--version")) == launcher:
+                return executable, launcher
+    raise LaunchError(library.mpiexec_not_found(executables, launchers[0] if launchers else None))
 
 
 def container_commands(path: str) -> dict[str, str]:

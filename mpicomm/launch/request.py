@@ -38,6 +38,8 @@ class Request:
     ranks: int | None = None
     """None for the capacity of the allocation, the hosts or the machine."""
     hosts: tuple[Host, ...] = ()
+    launcher: str | None = None
+    """The user's launcher, one of `selection.LAUNCHERS`."""
     node: Node | None = None
     slurm_nodes: tuple[str, ...] = ()
     """The nodes of a Slurm allocation to use; empty for all."""
@@ -55,6 +57,10 @@ class Request:
     """Variables for the ranks on all hosts."""
     container: Container | None = None
     """The container in which each rank runs."""
+    launcher_arguments: tuple[str, ...] = ()
+    """Arguments that the launcher gets unchanged, after the options of `mpicomm run` and before the program."""
+    excluded: tuple[str, ...] = ()
+    """Names and patterns of variables of this process that no rank gets, as if they were not set."""
 
     def rank_command(self, python: str, *, by_srun: bool = False) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set.

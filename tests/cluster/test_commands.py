@@ -29,6 +29,44 @@ def test_run_takes_the_whole_allocation_and_writes_a_log_for_each_rank(cluster: 
     assert f"srun --mpi={flavour.srun_type} " in outcome.stderr, outcome
 
 
+SHOW = "import os; print(*(os.environ.get(name) for name in ('FI_PROVIDER', 'NCCL_DEBUG', 'OTHER')))"
+SET = ["env", "FI_PROVIDER=tcp", "NCCL_DEBUG=WARN", "OTHER=1"]
+
+
+@pytest.mark.parametrize("is_step", [False, True], ids=["mpiexec", "srun"])
+def test_ranks_on_all_hosts_get_the_same_variables(cluster: Cluster, flavour: Flavour, is_step: bool) -> None:
+    run = [*SET, flavour.python, "-m", "mpicomm", "run", "--env", "OTHER", "--no-env", "NCCL_*"]
+    if is_step:
+        outcome = cluster.run("salloc", *PAIR, *run, "python", "-c", SHOW)
+    else:
+        outcome = cluster.run(*run, "--hosts", "node1,node2", "python", "-c", SHOW)
+    assert outcome.status == 0, outcome
+    assert outcome.stdout.splitlines() == ["tcp None 1"] * 2, outcome
+
+
+IBRUN = """#!/bin/sh
+# ibrun as TACC's user guide describes it: [-n TASKS -o OFFSET] PROGRAM; without options all tasks of the job.
+tasks=$SLURM_NTASKS
+case $1 in
+    -n) [ "$3 $4" = "-o 0" ] || exit 64; tasks=$2; shift 4 ;;
+    -*) exit 64 ;;
+esac
+echo "TACC:  Starting up job $SLURM_JOB_ID"
+exec {mpiexec} -n "$tasks" "$@"
+"""
+
+
+@pytest.mark.parametrize(("options", "ranks"), [([], 4), (["-n", "3"], 3)])
+def test_run_by_a_stand_in_for_ibrun(options: list[str], ranks: int, cluster: Cluster, mpich: Flavour) -> None:
+    folder = cluster.folder()
+    (folder / "ibrun").write_text(IBRUN.replace("{mpiexec}", mpich.mpiexec[0]))
+    (folder / "ibrun").chmod(0o755)
+    run = [mpich.python, "-m", "mpicomm", "run", "--launcher", "ibrun", *options, *PLACE]
+    outcome = cluster.run("salloc", *NODES, "env", f"PATH={folder}:/usr/bin:/bin", *run)
+    assert outcome.status == 0, outcome
+    check_places(places(outcome), ["node3", "node3", "node4", "node4"][:ranks])
+
+
 def test_run_takes_all_components_of_a_heterogeneous_job(cluster: Cluster, flavour: Flavour) -> None:
     step = quoted(flavour.python, "-m", "mpicomm", "run", *PLACE)
     folder = cluster.submit("het.sh", "-N1", "-n1", ":", "-N1", "-n2", lines=step)
@@ -38,6 +76,19 @@ def test_run_takes_all_components_of_a_heterogeneous_job(cluster: Cluster, flavo
     first, second = (found[rank]["hostname"] for rank in (0, 1))
     assert first != second
     check_places(found, [first, second, second])
+
+
+def test_directives_and_arguments_of_the_user_replace_ours(cluster: Cluster, open_mpi: Flavour) -> None:
+    folder = cluster.folder()
+    texts = ["--directive=--nodes=2", "--directive=--nodelist=node3,node4"]
+    texts += [f"--launcher-arg={word}" for word in ("--nodes=1", "--nodelist=node4", "--overcommit")]
+    options = ["-o", folder / "job.sh", "--output", folder / "0.out", "--nodes", 1, *texts]
+    outcome = cluster.run(open_mpi.python, "-m", "mpicomm", "job", "slurm", *options, "--", open_mpi.python, *PLACE)
+    assert outcome.status == 0, outcome
+    outcome = cluster.run("sbatch", "--wait", f"--chdir={ROOT}", folder / "job.sh")
+    text = (folder / "0.out").read_text()
+    assert outcome.status == 0, text
+    check_places(places(text), ["node4", "node4"])
 
 
 def test_info_lists_every_host(cluster: Cluster, flavour: Flavour) -> None:
@@ -56,7 +107,7 @@ def test_doctor_compares_the_hosts(cluster: Cluster, open_mpi: Flavour) -> None:
     other = cluster.folder()
     (other / "numpy-99.0.dist-info").mkdir()
     (other / "numpy-99.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 99.0\n")
-    doctor = quoted(open_mpi.python, "-m", "mpicomm", "doctor", "--json")
+    doctor = quoted(open_mpi.python, "-m", "mpicomm", "doctor", "--json", "--fabric")
     task = f'[ "$SLURM_NODEID" = 0 ] || export PYTHONPATH={other}:"$PYTHONPATH"; exec {doctor}'
     outcome = cluster.run("srun", *PAIR, f"--mpi={open_mpi.srun_type}", "bash", "-c", task)
     found = json.loads(outcome.stdout)
@@ -67,6 +118,8 @@ def test_doctor_compares_the_hosts(cluster: Cluster, open_mpi: Flavour) -> None:
     findings = {each["check"]: each for each in reversed(found["findings"])}
     assert findings["versions of hosts"]["status"] == "warning"
     assert findings["versions of hosts"]["message"].endswith("on node3; 99.0 on node4"), outcome
+    assert findings["network devices"]["ranks"] == [0, 1], "the hosts have the same interfaces"
+    assert "eth1" in findings["rendezvous"]["message"], outcome
     assert findings["srun"]["message"].startswith(f"srun --mpi={open_mpi.srun_type} starts ranks"), outcome
     assert outcome.status == (1 if found["status"] == "problem" else 0), outcome
 

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from mpicomm.doctor.fabric_rules import RULES, Source
+from mpicomm.launch import environment
 from tests.compat import results
 from tests.launching import ROOT
 
@@ -21,6 +23,7 @@ DOCUMENTS = (
     ROOT / "docs" / "compatibility.md",
     ROOT / "docs" / "horovod.md",
     ROOT / "docs" / "tools.md",
+    ROOT / "docs" / "reference.md",
 )
 _RESULTS = ROOT / "docs" / "results"
 _PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -257,6 +260,23 @@ def _doctor() -> str:
     return f"```text\n{(_RESULTS / 'doctor.txt').read_text()}```\n"
 
 
+def _forwarded() -> str:
+    rows = [(subject, ", ".join(f"`{name}`" for name in names)) for subject, names in environment.FORWARDED.items()]
+    return _table(("variables of", "names and patterns"), *rows, align="---")
+
+
+def _fabric() -> str:
+    settings: dict[tuple[Source, str], list[str]] = {}
+    for rule in RULES:
+        name = f"`{rule.setting}`" if rule.setting.isupper() else rule.setting
+        settings.setdefault((rule.source, rule.network), []).append(name)
+    rows = [
+        (network, ", ".join(dict.fromkeys(names)), f"[{source.title}]({source.url})", source.date)
+        for (source, network), names in settings.items()
+    ]
+    return _table(("network", "settings", "source", "date"), *rows, align="---")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": _all_reduce,
     "ratios": _ratios,
@@ -276,6 +296,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "doctor": _doctor,
     "gpus": _gpus,
     "gpu-throughput": _gpu_throughput,
+    "forwarded": _forwarded,
+    "fabric": _fabric,
 }
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/launching.md has every scheduler with every MPI, and the commands that `mpicomm` starts."""
+"""The tables of docs/launching.md: every scheduler with every MPI, and the systems of tests/centres.json."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 
 from mpicomm.launch.jobscript import SCHEDULERS
 from mpicomm.launch.mpi_library import MPICH, OPEN_MPI, Implementation
-from tests.launching import ROOT
+from tests.docs import centre_table
+from tests.docs.documents import LAUNCHING
 
 ROWS = [
     [cell.strip() for cell in line.strip("|\n").split(" | ")]
-    for line in (ROOT / "docs" / "launching.md").read_text().splitlines()
+    for line in LAUNCHING.read_text().splitlines()
     if re.search(r"\| (real|stand-in|not run|variables only) \|$", line)
 ]
 
@@ -25,3 +26,8 @@ def test_each_scheduler_has_a_result_with_each_mpi(scheduler: str, mpi: Implemen
     assert all(len(row) == 5 for row in rows)
     if scheduler == "slurm":
         assert any(row[2] == f"`srun --mpi={mpi.srun_types[-1]} python train.py`" for row in rows)
+
+
+def test_the_document_has_the_table_of_systems() -> None:
+    document = LAUNCHING.read_text()
+    assert document == centre_table.inserted(document), "python -m tests.docs.centre_table --write"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
+from mpicomm import mpi
 from mpicomm.backend.transfer import mpi_calls
 from mpicomm.collective_ops.handles import Handle
 from mpicomm.devices import accelerator
@@ -170,16 +171,19 @@ def test_copies_overlap_with_the_transfer(
     monkeypatch.setattr(mpi_calls, "broadcast", slow)
     monkeypatch.setattr(large_chunks._executor.algorithms, "select", lambda *_: None)  # MPI, not shared memory
     torch.accelerator.synchronize()
-    dist.barrier(large_chunks)
-    start = time.perf_counter()
-    for chunk in torch.empty(nbytes // 4).chunk(num_chunks):
-        slow(large_chunks._executor.comm, chunk, 1)
-    transfer = seconds_since(start)
-    emulated.configure(copy_rate=nbytes / seconds)
-    dist.barrier(large_chunks)
-    start = time.perf_counter()
-    dist.broadcast(tensor, 1, group=large_chunks)
-    measured = seconds_since(start)
-    emulated.configure()
-    assert torch.equal(tensor.cpu(), torch.ones(nbytes // 4))
-    assert measured < 1.2 * max(seconds, transfer), f"{measured:.2f} s; a transfer takes {transfer:.2f} s"
+    ratios: list[float] = []
+    while not ratios or (ratios[-1] >= 1.2 and len(ratios) < 3):  # again where other programs took the cores
+        dist.barrier(large_chunks)
+        start = time.perf_counter()
+        for chunk in torch.empty(nbytes // 4).chunk(num_chunks):
+            slow(large_chunks._executor.comm, chunk, 1)
+        transfer = seconds_since(start)
+        emulated.configure(copy_rate=nbytes / seconds)
+        dist.barrier(large_chunks)
+        start = time.perf_counter()
+        dist.broadcast(tensor, 1, group=large_chunks)
+        ratio = seconds_since(start) / max(seconds, transfer)
+        emulated.configure()
+        assert torch.equal(tensor.cpu(), torch.ones(nbytes // 4))
+        ratios.append(world.comm.allreduce(ratio, mpi.api().MAX))
+    assert ratios[-1] < 1.2, f"the broadcast took {ratios} times as long as the transfer"

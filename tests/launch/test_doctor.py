@@ -41,7 +41,7 @@ def test_three_planted_faults_are_found_with_their_remedies() -> None:
 
 @pytest.mark.each_mpi
 def test_the_ranks_of_a_job_are_examined_together() -> None:
-    outcome = run_ranks(4, [*DOCTOR, "--json"])
+    outcome = run_ranks(4, [*DOCTOR, "--json", "--fabric"])
     report = found_by(outcome)
     assert (report["ranks"], report["hosts"]) == (4, [os.uname().nodename])
     assert [each["ranks"] for each in report["links"]] == [[a, b] for a in range(4) for b in range(a + 1, 4)]
@@ -50,7 +50,7 @@ def test_the_ranks_of_a_job_are_examined_together() -> None:
     assert (found["versions"], found["MPI"], found["launcher"], found["thread level"]) == ("ok",) * 4
     assert (found["versions of hosts"], "test job" in found) == ("ok", False)
     of_all = {each["check"] for each in report["findings"] if each["ranks"] == [0, 1, 2, 3]}
-    assert {"MPI", "versions", "CMA", "open files"} <= of_all
+    assert {"MPI", "versions", "CMA", "open files", "network devices", "rendezvous", "Gloo"} <= of_all
     assert outcome.status == (1 if report["status"] == "problem" else 0), outcome
 
 

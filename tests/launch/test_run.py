@@ -89,6 +89,19 @@ def test_fewer_cores_are_fewer_ranks_that_are_not_bound() -> None:
 
 
 @pytest.mark.each_mpi
+def test_the_launcher_gets_the_arguments_of_the_user() -> None:
+    outcome = run(["-n", "2", "--launcher-arg=-wdir", "--launcher-arg", "/", "pwd"])
+    assert (outcome.status, outcome.stdout) == (0, "/\n/\n"), outcome
+
+
+def test_an_empty_argument_for_the_launcher_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "argument --launcher-arg: expected an argument of" in refusal(["run", "--launcher-arg=", "true"], capsys)
+    assert refusal(["run", "--launcher-arg", "-u", "true"], capsys).endswith(
+        "--launcher-arg: expected one argument; write --launcher-arg=VALUE, with =, for a value that begins with -\n"
+    )
+
+
+@pytest.mark.each_mpi
 def test_gpus_decide_the_number_of_ranks(script: str) -> None:
     outcome = run(["--dry-run", script], env={"CUDA_VISIBLE_DEVICES": "0,3,GPU-5"})
     assert " -n 3 " in outcome.stdout, outcome

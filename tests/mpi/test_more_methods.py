@@ -13,6 +13,7 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm import torch_compatibility, torch_internals
 from mpicomm.backend.execution import work
+from mpicomm.recorder import flight_recorder
 from tests.mpi import test_collectives
 from tests.mpi.counts import limit
 from tests.mpi.sweep import sweep
@@ -83,6 +84,15 @@ def test_the_coalescing_manager_with_a_device(group: Group, is_async: bool) -> N
     assert torch.equal(summed, torch.full((4,), size * (size + 1) / 2))
     assert torch.equal(gathered, torch.cat([of_rank(rank, 2) for rank in range(size)]))
     assert torch.equal(mine, size * of_rank(group.rank, 2))
+
+
+def test_a_coalesced_operation_is_reported_at_the_line_of_the_manager(group: Group) -> None:
+    """torch calls it at the end of the block, in contextlib."""
+    with dist._coalescing_manager(group.handle):
+        dist.all_reduce(torch.ones(1), group=group.handle)
+    operation = flight_recorder.last()
+    assert operation is not None
+    assert operation.where.endswith("(test_a_coalesced_operation_is_reported_at_the_line_of_the_manager)")
 
 
 def test_the_works_of_a_batch_have_one_timeout() -> None:

@@ -124,6 +124,40 @@ def test_srun_with_a_pmi_is_called_srun() -> None:
     assert detect.detect(environ).title == "srun --mpi=pmi2"
 
 
+CRAY = Library(
+    "Cray MPICH", "8.1.28", "/opt/cray/lib/libmpi_gnu.so", description="MPI VERSION    : CRAY MPICH version 8.1.28"
+)
+# Slurm's plugin mpi/cray_shasta sets variables of PALS and of PMI, but not PALS_LOCAL_SIZE.
+CRAY_SHASTA = {"PALS_RANKID": str(RANK), "PALS_LOCAL_RANKID": str(LOCAL_RANK), "PALS_NODEID": "2"}
+CRAY_SHASTA |= {"PMI_RANK": str(RANK), "PMI_SIZE": str(SIZE), "SLURM_STEP_ID": "0", "SLURM_MPI_TYPE": "cray_shasta"}
+
+
+def test_srun_on_cray_is_called_srun() -> None:
+    environ = environ_of(SLURM) | CRAY_SHASTA
+    launch = detect.detect(environ)
+    assert launch.title == "srun --mpi=cray_shasta"
+    assert (launch.rank, launch.size, launch.value("local_rank")) == (RANK, SIZE, LOCAL_RANK)
+    assert problem(environ, RANK, SIZE, CRAY) is None
+    message = problem(environ, 0, 1, MPICH)
+    assert f"  srun --mpi=pmi2 {COMMAND}\n" in message
+
+
+@pytest.mark.parametrize(
+    ("library", "start"),
+    [
+        (CRAY, f"mpiexec --pmi cray -n {LOCAL_SIZE} {COMMAND}"),
+        (
+            Library("MPICH", "5.0.0", description="configure: --with-pmix"),
+            f"mpiexec --pmi pmix -n {LOCAL_SIZE} {COMMAND}",
+        ),
+        (MPICH, f"{MPICH.mpiexec} -n {LOCAL_SIZE} {COMMAND}"),  # its own
+    ],
+)
+def test_pals_with_the_wrong_wire_up_is_an_error_with_the_right_one(library: Library, start: str) -> None:
+    environ = environ_of(PALS, rank=1, local_rank=1, local_size=LOCAL_SIZE)
+    assert f"\n  {start}\n" in problem(environ, 0, 1, library)
+
+
 NUMBERS = [name for launcher in MPI_LAUNCHERS for name in launcher.variables(COMPARED)]
 
 

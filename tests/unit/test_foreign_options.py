@@ -36,8 +36,10 @@ def test_an_option_of_another_launcher_is_refused_with_the_command_that_is_meant
     [
         ("train.py -n 4", "-n 4", "-n 4 train.py", "train.py -n 4"),
         ("train.py --epochs 3 -np 4 --lr 1", "-np 4", "-n 4 train.py --epochs 3 --lr 1", None),
+        ("train.py --no-env NCCL_X --lr 1", "--no-env NCCL_X", "--no-env NCCL_X train.py --lr 1", None),
         ("train.py --nproc-per-node=4", "--nproc-per-node=4", "--nproc-per-node=4 train.py", None),
         ("-m module -n 2 --tag-output", "-n 2 --tag-output", "-n 2 --tag-output -m module", None),
+        ("train.py --launcher-arg=-u", "--launcher-arg=-u", "--launcher-arg=-u train.py", None),
         ("-m module -n 2", "-n 2", "-n 2 -m module", "python -m module -n 2"),
         ("program --hosts=a:2,b:2", "--hosts=a:2,b:2", "--hosts=a:2,b:2 program", "program --hosts=a:2,b:2"),
     ],

@@ -34,6 +34,10 @@ printf '%s\0' "$name" "$@" $'\036' >>"$CALLS"  # at once: there may be several a
 status=STATUS_$name
 exit "${!status:-0}"
 """
+CACHES = (
+    *("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"),
+)
 SUBMITTERS = ("scontrol", "qsub", "bsub", "flux")
 STARTERS = (*SUBMITTERS, "python", "mpicomm", "srun", "pbs_tmrsh", "blaunch", "torchrun", "module")
 
@@ -223,10 +227,13 @@ def test_nothing_computes_in_another_directory(job, scheduler: str) -> None:
 
 @each_scheduler
 def test_mpicomm_run_gets_the_program_and_the_names_of_variables(job, scheduler: str) -> None:
-    made = job(scheduler, ranks_per_node=2, env=("A=1", "B=x y"))
+    variables = ("A=1", "B=x y", "C")
+    made = job(scheduler, ranks_per_node=2, env=variables, no_env=("NCCL_*",), launcher_arg=("--note=a $HOME\nb", "-u"))
     assert made.run().status == 0
     number = ["-n", "4"] if scheduler == "flux" else []  # an instance of Flux has no number of tasks
-    run = ["run", *number, "--env", "A", "--env", "B", "--"]
+    passed = ["--env", "A", "--env", "B", "--env", "C", "--no-env", "NCCL_*"]
+    arguments = ["--launcher-arg=--note=a $HOME\nb", "--launcher-arg=-u"]
+    run = ["run", *number, *passed, *arguments, "--"]
     assert made.calls() == [["python", "-m", "mpicomm", *run, "python", "train.py"]]
 
 
@@ -317,6 +324,33 @@ def test_the_ranks_get_their_environment(job, scheduler: str) -> None:
 
 
 @each_scheduler
+def test_caches_are_in_a_directory_of_the_job(job, tmp_path: Path, scheduler: str) -> None:
+    made = job(scheduler, "train", local_caches=True, env=("TRITON_CACHE_DIR=",))
+    shown = " ".join(f'"${name}"' for name in CACHES)
+    program = f'#!/bin/bash\ntouch "$MIOPEN_CUSTOM_CACHE_DIR"\nprintf "%s\\n" {shown} "$(ls "$TMPDIR"/*)"; exit 3\n'
+    (made.stand_ins / "mpicomm").write_text(program)
+    (tmp_path / "node").mkdir()
+    outcome = made.run(TMPDIR=str(tmp_path / "node"), TORCHINDUCTOR_CACHE_DIR="/my cache")
+    *values, listed = outcome.stdout.splitlines()
+    directory = str(Path(values[0]).parent)
+    assert values == [f"{directory}/miopen-db", f"{directory}/miopen", "/my cache", "", f"{directory}/torch-extensions"]
+    assert (outcome.status, listed, Path(directory).parent) == (3, "miopen", tmp_path / "node")
+    assert list((tmp_path / "node").iterdir()) == [], "removed at the end of the job"
+
+
+@pytest.mark.parametrize(("scheduler", "starter"), [("pbs", "pbs_tmrsh"), ("lsf", "blaunch")])
+def test_the_ranks_of_torchrun_get_the_caches(job, scheduler: str, starter: str) -> None:
+    made = job(scheduler, "torchrun", "train.py", local_caches=True)
+    assert made.run(TRITON_CACHE_DIR="/mine").status == 0
+    calls = made.calls(starter)
+    assert len(calls) == 2
+    for call in calls:
+        names = [word.partition("=")[0] for word in call[: call.index("torchrun")]]
+        assert [name for name in CACHES if name not in names] == []
+        assert "TRITON_CACHE_DIR=/mine" in call
+
+
+@each_scheduler
 @settings(derandomize=True, max_examples=20)
 @example(words=["", "'", '"', "$HOME", "`id`", "a\nb", "\\", "*", "#", "\r", "ä\x07", "-- ", "!", "&&", "\udcff"])
 @example(words=["a\\nb\nc", "\\\n", "\n\\'"])  # backslashes in unprintable words
@@ -350,3 +384,11 @@ def test_ranks_that_leave_in_time_are_submitted_again(tmp_path: Path) -> None:
     outcome = made.run()
     assert (outcome.status, outcome.stdout) == (85, "2\n2\n"), outcome
     assert made.calls() == [["qsub", "-v", "JOB_RESTARTS=1", str(made.script)]]
+
+
+@pytest.mark.each_mpi
+def test_ranks_get_the_variables_that_the_job_names_but_none_that_it_excludes(tmp_path: Path) -> None:
+    program = "import os; print(*(os.environ.get(name) for name in ('A', 'NCCL_DEBUG', 'NCCL_X', 'OTHER')))"
+    made = real(tmp_path, "python", "-c", program, env=("A",), no_env=("NCCL_*",))
+    outcome = made.run(A=1, NCCL_DEBUG="WARN", NCCL_X=2, OTHER=3)
+    assert (outcome.status, outcome.stdout) == (0, "1 None None 3\n" * 2), outcome

@@ -223,6 +223,41 @@ def test_flux_gets_a_slot_for_each_node(size: dict[str, object], has_torchrun: b
     assert ("exclusive" in options) == spec.exclusive
 
 
+OF_USERS = ("-l filesystems=home:eagle", '--comment="a b"', "--view=$HOME `x` \\ {{ job }}", " -k doe")
+
+
+@each_scheduler
+def test_directives_of_the_user_are_the_last_ones_and_unchanged(scheduler: str) -> None:
+    before, text = directives(script(job(scheduler))), script(job(scheduler, directive=OF_USERS))
+    assert directives(text) == [*before, *OF_USERS]
+    interactive = text.partition("# Interactively:\n")[2].partition("\n")[0]
+    assert interactive.removesuffix(f" bash {SCHEDULERS[scheduler].file}").endswith(" ".join(OF_USERS))
+
+
+PBS_RESOURCES = [  # directives, our resources that are left, whether PBS knows the number of ranks
+    ((), ["select", "place", "walltime"], True),
+    (("-l filesystems=home", "-q a-l select=3", "-W x=-lselect=1"), ["select", "place", "walltime"], True),
+    (("-l select=2:system=polaris",), ["place", "walltime"], False),
+    (("-lselect=2:mpiprocs=4+1:ncpus=2",), ["place", "walltime"], True),
+    (("-l place=pack",), ["select", "walltime"], True),
+    (("-q x -l walltime=2:00:00,place=pack",), ["select"], True),
+    (("-l ncpus=48,walltime=1:00:00 -l mem=4GB",), [], False),
+    (("-l nodes=2:ppn=4",), ["walltime"], False),
+]
+
+
+@pytest.mark.parametrize(("lines", "left", "knows_ranks"), PBS_RESOURCES)
+def test_a_resource_in_a_directive_replaces_that_of_pbs(
+    lines: tuple[str, ...], left: list[str], knows_ranks: bool
+) -> None:
+    text = script(job("pbs", nodes=2, ranks_per_node=4, gpus_per_node=4, directive=lines))
+    ours = [line for line in directives(text) if line not in lines]
+    assert [line[3:].partition("=")[0] for line in ours if line.startswith("-l ")] == left
+    assert (" run -n 8 -- " in text) != knows_ranks
+    assert ("for each line of PBS_NODEFILE" in text) == knows_ranks
+    assert ("Unknown resource: ngpus" in text) == ("select" in left)
+
+
 def test_consequences_of_options() -> None:
     assert of_slurm(job("slurm"))["output"] == "%x-%j.out"
     assert of_slurm(job("slurm", array="1,3,5-9:2%1"))["output"] == "%x-%A_%a.out"
@@ -245,6 +280,14 @@ def test_ranks_start_with_the_mpi_of_their_python(scheduler: str) -> None:
     text = script(job(scheduler, "/opt/env/bin/python3.12", "train.py"))
     assert re.search(r"\n/opt/env/bin/python3.12 -m mpicomm run .*\\\n    /opt/env/bin/python3.12 train.py\n", text)
     assert re.search(r"\nmpicomm run .*\\\n    ./solver\n", script(job(scheduler, "./solver")))
+
+
+@each_scheduler
+def test_ranks_start_by_the_launcher_of_the_user(scheduler: str) -> None:
+    for launcher in SCHEDULERS[scheduler].launchers:
+        text = script(job(scheduler, launcher=launcher))
+        assert text.count(f"\npython -m mpicomm run --launcher {launcher} ") == 1
+    assert "--launcher" not in script(job(scheduler))
 
 
 @pytest.mark.parametrize(
@@ -387,12 +430,35 @@ REFUSED = [
     ("pbs --array 0-9 --requeue", "python x.py", "PBS cannot resubmit one job of an array; remove one of the two"),
     ("pbs --requeue --output a.out", "python x.py", "would overwrite this file; use a directory, a.out/"),
     ("slurm --env 1A=2", "python x.py", "--env '1A=***': expected NAME=VALUE"),
+    ("slurm --no-env A=1", "python x.py", "--no-env A=***: expected the name of a variable, or a pattern such as 'NC"),
+    ("slurm --no-env *", "python x.py", "would remove FLUX_URI, LSB_JOBID, PATH, ..., which the launcher of the ranks"),
+    ("slurm --env A=1 --no-env A*", "python x.py", "--env A and --no-env contradict each other for this variable"),
+    ("slurm --env A", "torchrun x.py", "--env A: torchrun starts without mpicomm run; expected A=VALUE"),
+    ("slurm --no-env A", "torchrun x.py", "--no-env is an option of mpicomm run, without which torchrun starts; use -"),
+    ("pbs --launcher srun", "python x.py", "--launcher in PBS 'srun': expected one of pals, mpiexec"),
+    ("slurm --launcher srun", "torchrun x.py", "--launcher does not work with torchrun, which starts the ranks of"),
+    ("slurm", "ibrun python x.py", "remove ibrun and its options"),
     ("slurm --max-restarts 0 --requeue", "python x.py", "--max-restarts 0: expected 1 or more"),
     ("slurm", "srun python x.py", "the script starts the ranks itself: remove srun and its options"),
     ("pbs", "/opt/mpi/bin/mpirun -n 4 python x.py", "remove mpirun and its options"),
     ("slurm", "mpicomm run x.py", "the script starts the ranks itself"),
     ("slurm", "A=1 python x.py", "expected a program, got A=***; set a variable with --env A=***"),
     ("slurm", "python x.py : python y.py", "the argument : would start another program"),
+    (
+        "pbs --mem-per-cpu 4G --directive -lselect=2",
+        "python x.py",
+        "argument --directive: expected one argument; write -",
+    ),
+    (
+        "pbs --mem-per-cpu 4G --directive=-lselect=2",
+        "python x.py",
+        "--mem-per-cpu is a part of `-l select`, which --directive replaces; write it in the directive, and remove --m",
+    ),
+    ("pbs --exclusive --directive=-lncpus=2", "python x.py", "--exclusive is a part of `-l place`, which --directive"),
+    ("slurm --launcher-arg", "python x.py", "--launcher-arg=VALUE, with =, for a value that begins with -"),
+    ("slurm --launcher-arg=", "python x.py", "--launcher-arg '': expected an argument of the launcher"),
+    ("slurm --launcher-arg=-u", "torchrun x.py", "which does not start torchrun; pass its options directly: -- torchr"),
+    ("kubernetes --directive=-x", "python x.py", "unknown option --directive; expected one of"),
     ("slurm", "torchrun", "torchrun needs a program"),
     ("slurm", "torchrun --nnodes=2 x.py", "the script passes --nnodes=2 to torchrun, from --nodes"),
     ("pbs", "torchrun --nproc_per_node 2 x.py", "the script passes --nproc_per_node to torchrun"),
@@ -404,6 +470,17 @@ REFUSED = [
 def test_an_error_is_one_line(options: str, program: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*options.split(), *["--"] * bool(program), *program.split()]
     assert text in refusal(capsys, *arguments)
+
+
+@pytest.mark.parametrize("text", ["", " ", "-l a\n-l b", "-l a\r", "#PBS -l a", " # flux: -l a"])
+@each_scheduler
+def test_a_directive_is_one_line_without_its_prefix(
+    scheduler: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, scheduler, f"--directive={text}", "--", *PROGRAM)
+    assert error.endswith(
+        f"--directive {text!r}: expected one line, without #SBATCH, #PBS, #BSUB or # flux: at its start"
+    )
 
 
 def test_a_scheduler_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

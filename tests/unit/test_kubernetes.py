@@ -186,12 +186,14 @@ def test_the_ranks_get_the_threads_and_the_variables() -> None:
 def test_kubernetes_restores_every_dollar() -> None:
     """Kubernetes replaces $(NAME) in commands and values by the variable, and $$ by $."""
     words = ("sh", "-c", "echo $HOME $(date) $$ $$(A)")
-    (launcher,) = pods(command=words, env=("A=$(B)$$",))["Launcher"]["containers"]
+    pod = pods(command=words, env=("A=$(B)$$",), launcher_arg=("--note=$(A)", "-x"))["Launcher"]
+    (launcher,) = pod["containers"]
 
     def expanded(text: str) -> str:
         return re.sub(r"\$\$|\$\(\w+\)", lambda match: "$" if match[0] == "$$" else "replaced", text)
 
-    assert tuple(map(expanded, launcher["command"][3:])) == words
+    arguments = ("--launcher-arg=--note=$(A)", "--launcher-arg=-x")
+    assert tuple(map(expanded, launcher["command"])) == ("mpicomm", "run", *arguments, "--", *words)
     assert expanded({each["name"]: each["value"] for each in launcher["env"]}["A"]) == "$(B)$$"
 
 

@@ -106,10 +106,11 @@ SLURM_JOB = SlurmAllocation(nodes=1, ranks=2, cpus=(2,))
     "start",
     [
         lambda: by_mpiexec(requested=COLON),
+        lambda: by_mpiexec(requested=Request(PROGRAM, launcher_arguments=(":", "-n", "1", "b.py"))),
         lambda: commands.srun(COLON, MACHINE, SLURM_JOB, "pmix", HOME),
         lambda: commands.srun(COLON, MACHINE, dataclasses.replace(SLURM_JOB, groups=2), "pmix", HOME),
     ],
-    ids=["mpiexec", "srun", "srun on groups"],
+    ids=["mpiexec", "arguments of mpiexec", "srun", "srun on groups"],
 )
 def test_several_programs_are_refused(start: Callable[[], Start]) -> None:
     with pytest.raises(LaunchError, match=r"mpiexec -n 1 python a\.py : -n 3 python b\.py$"):
@@ -122,6 +123,30 @@ def test_other_launchers_pass_a_colon_to_the_program() -> None:
         commands.torchrun(COLON, Node(0, 1, "127.0.0.1", 1234), MACHINE, HOME),
     ]
     assert [start.command[-4:] for start in starts] == [(":", "-n", "1", "b.py")] * 2
+
+
+ARGUMENTS = ("--network=disable_rdzv_get", "--note", "a b")
+TWO_NODES = SlurmAllocation(nodes=2, ranks=2, cpus=(2, 2))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda requested: by_mpiexec(OPEN_MPI, requested),
+        lambda requested: by_mpiexec(MPICH, dataclasses.replace(requested, hosts=(Host("a"), Host("b")))),
+        lambda requested: commands.srun(requested, MACHINE, TWO_NODES, "pmix", HOME),
+        lambda requested: commands.srun(requested, MACHINE, dataclasses.replace(TWO_NODES, groups=2), "pmix", HOME),
+        lambda requested: commands.ibrun(dataclasses.replace(requested, tag_output=False), MACHINE, TWO_NODES, HOME),
+        lambda requested: commands.flux_run(requested, MACHINE, FluxAllocation(1, 2, 0), MPICH, (), HOME),
+        lambda requested: commands.torchrun(requested, Node(0, 1, "127.0.0.1", 1234), MACHINE, HOME),
+    ],
+    ids=["mpiexec", "mpiexec on hosts", "srun", "srun on groups", "ibrun", "flux run", "torchrun"],
+)
+def test_the_launcher_gets_the_arguments_of_the_user_after_our_options(start: Callable[[Request], Start]) -> None:
+    requested = Request(PROGRAM, log_dir="logs", tag_output=True, launcher_arguments=ARGUMENTS)
+    ranks = len(requested.rank_command(PYTHON))
+    without = start(dataclasses.replace(requested, launcher_arguments=())).command
+    assert start(requested).command == (*without[:-ranks], *ARGUMENTS, *without[-ranks:])
 
 
 def test_a_start_is_shown_as_a_shell_command() -> None:
@@ -628,11 +653,11 @@ LEFT = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK MASTER_ADDR MASTER_PORT "
     "TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_SIZE "
     "OMPI_UNIVERSE_SIZE PMIX_RANK PMIX_NAMESPACE PMIX_SERVER_URI4 PMI_RANK PMI_FD MPI_LOCALRANKID HYDI_CONTROL_FD "
-    "PALS_RANKID MV2_COMM_WORLD_RANK JSM_NAMESPACE_RANK FLUX_TASK_RANK"
+    "PALS_RANKID PALS_APID PALS_SPOOL_DIR MV2_COMM_WORLD_RANK JSM_NAMESPACE_RANK FLUX_TASK_RANK"
 )
 KEPT = (
     "PATH OMPI_MCA_btl PMIX_MCA_gds PRTE_MCA_plm_ssh_agent HYDRA_LAUNCHER MPICOMM_DEBUG NCCL_DEBUG SLURM_JOB_ID "
-    "PBS_NODEFILE RANKING"
+    "PBS_NODEFILE PALS_PMI PALS_CPU_BIND RANKING"
 )
 
 
@@ -668,17 +693,51 @@ def test_launchers_get_a_home(is_known: bool, home: str, monkeypatch: pytest.Mon
 
 
 TRAVELLING = (
-    "CCL_LOG_LEVEL CUDA_HOME HF_HOME HSA_XNACK LD_LIBRARY_PATH LSB_JOBID LSB_JOBINDEX MASTER_ADDR MPICOMM_DEBUG "
-    "NCCL_DEBUG OMP_NUM_THREADS PATH PBS_ARRAY_INDEX PBS_JOBID PYTHONPATH SLURM_ARRAY_TASK_ID SLURM_JOB_ID "
-    "THP_MEM_ALLOC_ENABLE TORCH_LOGS VIRTUAL_ENV ZE_FLAT_DEVICE_HIERARCHY"
+    "CCL_LOG_LEVEL CUDA_HOME FI_PROVIDER HF_HOME HIP_LAUNCH_BLOCKING HSA_XNACK I_MPI_DEBUG LD_LIBRARY_PATH LSB_JOBID "
+    "LSB_JOBINDEX MASTER_ADDR MIOPEN_USER_DB_PATH MPICH_GPU_SUPPORT_ENABLED MPICOMM_DEBUG MPIR_CVAR_ENABLE_GPU "
+    "NCCL_DEBUG OMP_NUM_THREADS PATH PBS_ARRAY_INDEX PBS_JOBID PYTHONPATH RCCL_MSCCL_ENABLE ROCR_LOG "
+    "SLURM_ARRAY_TASK_ID SLURM_JOB_ID THP_MEM_ALLOC_ENABLE TORCH_LOGS TRITON_CACHE_DIR UCX_TLS VIRTUAL_ENV "
+    "ZE_FLAT_DEVICE_HIERARCHY"
 )
+PROXIES = [
+    name for proxy in ("http", "https", "ftp", "no", "all") for name in (f"{proxy}_proxy", f"{proxy}_PROXY".upper())
+]
 
 
 def test_variables_are_forwarded_to_other_hosts() -> None:
     travelling = TRAVELLING.split()
-    staying = ["DISPLAY", "HOSTNAME", "PBS_NODEFILE", "PWD", "SSH_TTY", "TMPDIR", *visible_devices.NAMES]
+    staying = ["DISPLAY", "HOSTNAME", "PBS_NODEFILE", "PWD", "SSH_TTY", "TMPDIR", *PROXIES, *visible_devices.NAMES]
     assert environment.forwarded(dict.fromkeys([*staying, *travelling], "1")) == travelling
     assert environment.forwarded(dict.fromkeys(visible_devices.NAMES, "1"), everything=True) == []
+
+
+@pytest.mark.parametrize(
+    ("patterns", "left"),
+    [
+        ((), "A1 B NCCL_DEBUG NCCL_PROTO PATH SLURM_JOB_ID"),
+        (("B",), "A1 NCCL_DEBUG NCCL_PROTO PATH SLURM_JOB_ID"),
+        (("NCCL_*", "A?"), "B PATH SLURM_JOB_ID"),
+        (("NCCL", "b", "GONE", "*_PROTO"), "A1 B NCCL_DEBUG PATH SLURM_JOB_ID"),
+    ],
+)
+def test_variables_that_the_user_excludes(patterns: tuple[str, ...], left: str) -> None:
+    environ = dict.fromkeys(["A1", "B", "NCCL_DEBUG", "NCCL_PROTO", "PATH", "SLURM_JOB_ID"], "1")
+    assert list(environment.without(environ, patterns)) == left.split()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("*", "--no-env [*] would remove PATH, SLURM_JOB_ID, SLURM_NNODES, ..., which the launcher of the ranks needs"),
+        ("PAT?", "--no-env PAT. would remove PATH, which the launcher"),
+        ("A=secret", "--no-env A=[*]{3}: expected the name of a variable, or a pattern such as 'NCCL_[*]'"),
+        ("", "--no-env : expected the name"),
+    ],
+)
+def test_variables_that_cannot_be_excluded(pattern: str, message: str) -> None:
+    environ = dict.fromkeys(["A", "PATH", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS"], "1")
+    with pytest.raises(LaunchError, match=message):
+        environment.without(environ, [pattern])
 
 
 def test_variables_that_the_user_names_are_forwarded_too() -> None:
@@ -726,6 +785,7 @@ def test_the_variables_for_gpu_buffers(
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, ["sh", "prted"], "Open MPI's mpirun"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["hydra_pmi_proxy", "mpiexec.hydra"], "PMI_RANK=1 PMI_SIZE=2"),
         ({"SLURM_STEP_ID": "0"}, ["slurmstepd"], "SLURM_STEP_ID=0"),
+        ({"PALS_RANKID": "1", "PMI_RANK": "1"}, ["palsd"], "PALS mpiexec started (PALS_RANKID=1)"),
         ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, ["flux-shell", "flux-broker"], "FLUX_JOB_SIZE=2"),
     ],
 )
@@ -756,6 +816,7 @@ VERSION_OUTPUTS = {
     "mpirun.openmpi (OpenRTE) 4.1.4\n": Library("Open MPI", "4.1.4"),
     "HYDRA build details:\n    Version:                                 5.0.2\n": MPICH,
     "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701\n": INTEL,
+    "mpiexec version 1.8.0 revision 5a0b1c2\n": None,  # PALS, which is no MPI
     "": None,
 }
 
@@ -763,7 +824,9 @@ VERSION_OUTPUTS = {
 @pytest.mark.parametrize("output", VERSION_OUTPUTS)
 def test_a_launcher_is_identified_by_its_version_output(output: str) -> None:
     for library in (OPEN_MPI, Library("Open MPI", "4.1.4"), MPICH, INTEL):
-        assert library.owns_mpiexec(output) == (library == VERSION_OUTPUTS[output])
+        launcher = library.launcher_with(output)
+        assert (launcher is library.implementation) == (library == VERSION_OUTPUTS[output])
+        assert library.is_of_other_mpi(output) == (output != "" and launcher is None)
 
 
 def test_the_launcher_above_the_library_precedes_those_in_path() -> None:

@@ -373,7 +373,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a host with twelve tiles, and Intel MPI."""
     monkeypatch.setattr(counting, "count", lambda _environ: Accelerators(INTEL, 12))
     monkeypatch.setattr(mpi, "library", lambda: Library("Intel MPI", "2021.13.0"))
-    monkeypatch.setattr(queries, "mpiexec", lambda _library, _path: "mpiexec")
+    monkeypatch.setattr(queries, "mpiexec", lambda library, *_: ("mpiexec", library.implementation))
 
 
 @pytest.mark.usefixtures("tiles")

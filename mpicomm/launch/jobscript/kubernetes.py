@@ -54,6 +54,7 @@ class KubernetesJob:
     chdir: str | None = option("working directory (default: that of the image)", "DIR", options.DIRECTORY)
     claim: tuple[str, ...] = option("PersistentVolumeClaim to mount; repeat for more", "NAME:DIR", _CLAIM, default=())
     env: tuple[str, ...] = option("variable of the ranks; repeat for more", "NAME=VALUE", options.VARIABLE, default=())
+    launcher_arg: tuple[str, ...] = option("argument for mpiexec; repeat for more", "ARG", options.ARGUMENT, default=())
 
     file: str | None = None
     """File name of the manifest, for its header."""

@@ -36,7 +36,10 @@ DIRECTORY = Form(r"[^~$\0-].*", "a path without $HOME and ~, which are not expan
 IMAGE = Form(r"[^~$\0\s-][^$\0\s]*", "an image without spaces, $HOME and ~, which are not expanded")
 MODULE = Form(r"\w[\w./:+@-]*", "a module, for example openmpi/5.0.5")
 VARIABLE = Form(r"[A-Za-z_]\w*=[^\0]*", "NAME=VALUE")
+PASSED_VARIABLE = Form(r"[A-Za-z_]\w*(=[^\0]*)?", "NAME=VALUE, or NAME of a variable that is set in the job")
 ADDRESS = Form(r"\w[\w.+-]*(@\w[\w.-]*)?", "one address")
+DIRECTIVE = Form(r"[ \t]*[^\s#\0][^\r\n\0]*", "one line, without #SBATCH, #PBS, #BSUB or # flux: at its start")
+ARGUMENT = Form(r"[^\0]+", "an argument of the launcher")
 MEMORY = Form(r"[1-9][0-9]*[KMGT]", "a number with its unit, K, M, G or T: 4G")
 SIGNAL = Form(r"(USR1|USR2|TERM)@[1-9][0-9]{0,4}", "USR1, USR2 or TERM, @ and seconds: USR1@180")
 

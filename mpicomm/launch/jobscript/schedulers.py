@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
+from mpicomm.launch.selection import FLUX, IBRUN, MPIEXEC, PALS, SRUN
+
 _MAIL_TYPES = ("NONE", "BEGIN", "END", "FAIL", "ALL")
 
 
@@ -17,6 +19,8 @@ class Scheduler:
     """The command line that submits a script, without its name."""
     commands: tuple[str, ...]
     """Its commands that submit jobs or start ranks."""
+    launchers: tuple[str, ...]
+    """The launchers of `mpicomm run` in its jobs."""
     file: str
     """The default name of a script."""
     mail_types: tuple[str, ...] = _MAIL_TYPES
@@ -36,7 +40,8 @@ SCHEDULERS: dict[str, Scheduler] = {
     "slurm": Scheduler(
         title="Slurm",
         submit="sbatch",
-        commands=("sbatch", "salloc", "srun"),
+        commands=("sbatch", "salloc", "srun", "ibrun"),
+        launchers=(SRUN, IBRUN, MPIEXEC),
         file="job.sbatch",
         mail_types=(*_MAIL_TYPES, "REQUEUE", "ARRAY_TASKS", "TIME_LIMIT", "TIME_LIMIT_80"),
         array_index="SLURM_ARRAY_TASK_ID",
@@ -48,6 +53,7 @@ SCHEDULERS: dict[str, Scheduler] = {
         title="PBS",
         submit="qsub",
         commands=("qsub", "pbsdsh", "pbs_tmrsh"),
+        launchers=(PALS, MPIEXEC),
         file="job.pbs",
         array_index="PBS_ARRAY_INDEX",
     ),
@@ -55,6 +61,7 @@ SCHEDULERS: dict[str, Scheduler] = {
         title="LSF",
         submit="bsub <",
         commands=("bsub", "blaunch"),
+        launchers=(MPIEXEC,),
         file="job.lsf",
         array_index="LSB_JOBINDEX",
         requeue_signal="USR1@180",
@@ -64,6 +71,7 @@ SCHEDULERS: dict[str, Scheduler] = {
         title="Flux",
         submit="flux batch",
         commands=("flux",),
+        launchers=(FLUX, MPIEXEC),
         file="job.flux",
         resubmits_file=True,
     ),

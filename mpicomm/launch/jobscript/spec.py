@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import PurePath
 
-from mpicomm.launch import known_launchers
+from mpicomm.errors import LaunchError
+from mpicomm.launch import environment, known_launchers
 from mpicomm.launch.containers import RUNTIMES
 from mpicomm.launch.jobscript import options, quoting
 from mpicomm.launch.jobscript.options import Option, check_choice, flag, option, program_name
@@ -22,6 +24,19 @@ _NO_SIGNAL = (
 _NO_MEMORY = (("slurm", "pbs", "lsf"), "Flux does not schedule memory; use --exclusive")
 _NO_MAIL = (("slurm", "pbs", "lsf"), "Flux sends no mail")
 _NO_ARRAY = (("slurm", "pbs", "lsf"), "in Flux submit the script once for each index")
+_OF_RESOURCE = {"select": ("mem", "mem_per_cpu", "mem_per_gpu"), "place": ("exclusive",)}
+"""The options that are no more than a part of a resource of PBS."""
+
+_CACHES = {
+    # https://github.com/ROCm/MIOpen: src/db_path.cpp.in and src/binary_cache.cpp, which create the directories
+    "MIOPEN_USER_DB_PATH": "miopen-db",
+    "MIOPEN_CUSTOM_CACHE_DIR": "miopen",
+    # torch/_inductor/runtime/cache_dir_utils.py and torch/utils/cpp_extension.py; Triton's default is in the home
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCH_EXTENSIONS_DIR": "torch-extensions",
+}
+_OF_EVERY_JOB = ("PATH", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_URI")
 _EARLY = 60  # seconds by which Slurm may send the signal early, see --signal in sbatch(1)
 
 
@@ -66,6 +81,13 @@ class JobSpec:
     qos: str | None = option("Slurm: quality of service", "Q", options.WORD, only=_NO_QUEUE)
     constraint: str | None = option("Slurm: required features of the nodes", "C", options.FEATURES, only=_NO_QUEUE)
 
+    directive: tuple[str, ...] = option(
+        "directive of the scheduler, after those of the other options; repeat for more",
+        "TEXT",
+        options.DIRECTIVE,
+        default=(),
+    )
+
     # 3. output
     output: str | None = option("output file, relative to the submission directory", "FILE", options.FILE)
     error: str | None = option("error file (default: the output file)", "FILE", options.FILE)
@@ -78,7 +100,25 @@ class JobSpec:
     chdir: str | None = option("working directory (default: the submission directory)", "DIR", options.DIRECTORY)
     module: tuple[str, ...] = option("module to load; repeat for more", "M", options.MODULE, default=())
     venv: str | None = option("Python virtual environment to activate", "DIR", options.DIRECTORY)
-    env: tuple[str, ...] = option("variable to export; repeat for more", "NAME=VALUE", options.VARIABLE, default=())
+    env: tuple[str, ...] = option(
+        "variable to export, or NAME of one that is set in the job; repeat for more",
+        "NAME[=VALUE]",
+        options.PASSED_VARIABLE,
+        default=(),
+    )
+    no_env: tuple[str, ...] = option(
+        "variable that the ranks do not get, or a pattern, as in 'NCCL_*'; repeat for more",
+        "NAME",
+        default=(),
+    )
+    local_caches: bool = option(
+        "write the caches of compiled kernels (MIOpen, Triton, torch) to each node's $TMPDIR, or /tmp", default=False
+    )
+
+    launcher_arg: tuple[str, ...] = option(
+        "argument for the launcher of the ranks; repeat for more", "ARG", options.ARGUMENT, default=()
+    )
+    launcher: str | None = option("launcher of the ranks (default: that of `mpicomm run` in the job)", "NAME")
 
     # 5. container of the ranks
     container: str | None = option("run each rank in a container of this image", "IMAGE", options.IMAGE)
@@ -106,6 +146,7 @@ class JobSpec:
         _check_resources(self)
         _check_time(self)
         _check_mail(self)
+        _check_variables(self)
         _check_command(self)
         _check_scheduler(self)
 
@@ -138,15 +179,17 @@ class JobSpec:
     def run_command(self) -> tuple[str, ...]:
         """The words of `mpicomm run`, with the program's Python: the `mpicomm` in PATH may load another MPI."""
         is_python = re.fullmatch(r"python(3(\.\d+)?)?", PurePath(self.command[0]).name)
-        if self.container is not None:  # that Python is the image's, and mpicomm run starts outside
-            return ("mpicomm", "run", *self._container_options)
-        return (self.command[0], "-m", "mpicomm", "run") if is_python else ("mpicomm", "run")
+        is_outside = self.container is not None  # that Python is the image's, and mpicomm run starts outside
+        run = (self.command[0], "-m", "mpicomm", "run") if is_python and not is_outside else ("mpicomm", "run")
+        return (*run, *(("--launcher", self.launcher) if self.launcher else ()), *self._container_options)
 
     @property
     def _container_options(self) -> tuple[str, ...]:
+        if self.container is None:
+            return ()
         runtime = ("--container-runtime", self.container_runtime) if self.container_runtime else ()
         binds = [word for bind in self.container_bind for word in ("--container-bind", bind)]
-        return ("--container", str(self.container), *runtime, *binds)
+        return ("--container", self.container, *runtime, *binds)
 
     @property
     def processes_per_node(self) -> int:
@@ -170,6 +213,17 @@ class JobSpec:
         return next((f"{int(text[:-1]) * times}{text[-1]}" for text, times in amounts if text), None)
 
     @property
+    def replaced_resources(self) -> set[str]:
+        """PBS: the resources of our own `-l` that `directive` replaces.
+
+        Of several values of a resource in a script, qsub uses the first (set_resources() in OpenPBS 23). It refuses
+        resources of the whole job, such as ncpus, beside select and place.
+        """
+        values = [word for text in self.directive for word in re.findall(r"(?:^|\s)-l\s*(\S+)", text)]
+        names = {resource.partition("=")[0] for value in values for resource in value.split(",")}
+        return names | ({"select", "place"} if names & {"ncpus", "nodes"} else set())
+
+    @property
     def script_file(self) -> str:
         """File name of the script."""
         return self.file or self.system.file
@@ -182,7 +236,18 @@ class JobSpec:
     @property
     def variables(self) -> list[tuple[str, str]]:
         """Names and values in `env`."""
-        return [(name, value) for name, _, value in (assignment.partition("=") for assignment in self.env)]
+        parts = (assignment.partition("=") for assignment in self.env)
+        return [(name, value) for name, has_value, value in parts if has_value]
+
+    @property
+    def variable_names(self) -> list[str]:
+        """Names in `env`, with a value or without."""
+        return [assignment.partition("=")[0] for assignment in self.env]
+
+    @property
+    def caches(self) -> Mapping[str, str]:
+        """For each variable that `local_caches` sets, the name of the directory; empty without it."""
+        return _CACHES if self.local_caches else {}
 
     @property
     def index(self) -> str | None:
@@ -243,6 +308,18 @@ def _check_mail(spec: JobSpec) -> None:
         check_choice("--mail-type", event, spec.system.mail_types)
 
 
+def _check_variables(spec: JobSpec) -> None:
+    try:
+        kept = environment.without(dict.fromkeys([*_OF_EVERY_JOB, *spec.variable_names], ""), spec.no_env)
+    except LaunchError as error:
+        raise ValueError(" ".join(str(error).splitlines())) from error
+    for name in spec.variable_names:
+        if name not in kept:
+            raise ValueError(
+                f"--env {name} and --no-env contradict each other for this variable; remove one of the two"
+            )
+
+
 def _check_command(spec: JobSpec) -> None:
     launchers = [launcher for launcher in known_launchers.ALL if launcher is not known_launchers.TORCHRUN]
     starters = [name for launcher in launchers for name in launcher.commands]
@@ -282,12 +359,23 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
             raise ValueError(f"the script passes {word} to torchrun, from --nodes and --ranks-per-node; remove it")
     if spec.container is not None:
         raise ValueError("--container does not work with torchrun; use -- python train.py")
+    if spec.launcher_arg:
+        raise ValueError(
+            "--launcher-arg is an option of `mpicomm run`, which does not start torchrun; "
+            "pass its options directly: -- torchrun OPTIONS train.py"
+        )
+    if spec.launcher:
+        raise ValueError("--launcher does not work with torchrun, which starts the ranks of each node; remove it")
     for field in ("requeue", "signal"):
         if getattr(spec, field):
             raise ValueError(
                 f"{flag(field)} does not work with torchrun, which runs without MPI and turns status 85 into 1; "
                 f"use -- python train.py"
             )
+    if spec.no_env:
+        raise ValueError("--no-env is an option of mpicomm run, without which torchrun starts; use -- python train.py")
+    if without := [assignment for assignment in spec.env if "=" not in assignment]:
+        raise ValueError(f"--env {without[0]}: torchrun starts without mpicomm run; expected {without[0]}=VALUE")
 
 
 def _check_scheduler(spec: JobSpec) -> None:
@@ -298,6 +386,8 @@ def _check_scheduler(spec: JobSpec) -> None:
         _check_pbs(spec)
     elif spec.scheduler == "lsf":
         _check_lsf(spec)
+    if spec.launcher:
+        check_choice(f"--launcher in {spec.system.title}", spec.launcher, spec.system.launchers)
     if spec.requeue and spec.system.resubmits_file and spec.file is None:
         raise ValueError(f"--requeue: the job submits its script again; add -o FILE, for example -o {spec.system.file}")
 
@@ -316,6 +406,13 @@ def _check_pbs(spec: JobSpec) -> None:
         raise ValueError(
             f"--array {spec.array}: PBS accepts one range of two jobs or more; expected 0-9, 0-30:10 or 0-9%2"
         )
+    for resource, fields in _OF_RESOURCE.items():
+        for field in fields:
+            if getattr(spec, field) and resource in spec.replaced_resources:
+                raise ValueError(
+                    f"{flag(field)} is a part of `-l {resource}`, which --directive replaces; "
+                    f"write it in the directive, and remove {flag(field)}"
+                )
     if spec.array and spec.requeue:
         raise ValueError("--array and --requeue: PBS cannot resubmit one job of an array; remove one of the two")
     for field in ("output", "error"):
