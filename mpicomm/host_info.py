@@ -14,8 +14,51 @@ NOT_INSTALLED = "not installed"
 
 
 def cores(cpus: Iterable[int]) -> int:
-    """Return the number of cores of these CPUs: the hardware threads of one core list the same siblings."""
-    return len({read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
+    """Return the number of cores of these CPUs: hardware threads of one core count once."""
+    return len(cpus_by_core(cpus))
+
+
+def cpus_by_core(cpus: Iterable[int], root: Path = Path("/")) -> list[tuple[int, ...]]:
+    """Return the CPUs of each core, the hardware threads of one core together.
+
+    Args:
+        cpus: The CPUs to return, such as those that a process may use.
+        root: The root of the file tree.
+    """
+    threads: dict[int, list[int]] = {}
+    for cpu in sorted(cpus):
+        siblings = cpu_list(read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+        threads.setdefault(min(siblings, default=cpu), []).append(cpu)
+    return [tuple(members) for members in threads.values()]
+
+
+def cpus_by_numa_node(root: Path = Path("/")) -> dict[int, list[int]]:
+    """Return the CPUs of each NUMA node; a node of memory alone has none."""
+    directories = (root / "sys/devices/system/node").glob("node[0-9]*")
+    numbers = sorted(int(directory.name.removeprefix("node")) for directory in directories)
+    return {number: cpu_list(read(root / f"sys/devices/system/node/node{number}/cpulist")) for number in numbers}
+
+
+def cpu_list(text: str) -> list[int]:
+    """Return the CPUs in a list of the kernel, such as `0-3,8`."""
+    ranges = [part.partition("-") for part in text.split(",") if part.strip()]
+    return [cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)]
+
+
+def cgroup_cpus(root: Path = Path("/")) -> list[int]:
+    """Return the CPUs that this process's control group may use, such as those of a job; empty if not known.
+
+    An affinity can be changed only within these.
+    """
+    mounts, files = root / "sys/fs/cgroup", {"": "cpuset.cpus.effective", "cpuset": "cpuset.effective_cpus"}
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)  # see cgroups(7); version 2 names no controllers
+        if controllers not in files:
+            continue
+        for group in (Path(path), *Path(path).parents):  # not all groups have the controller of CPUs
+            if text := read(mounts / controllers / group.relative_to("/") / files[controllers]):
+                return cpu_list(text)
+    return []
 
 
 def cpu_quota() -> int | None:

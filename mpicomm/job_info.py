@@ -16,7 +16,7 @@ from typing import Any
 from mpicomm import host_info, mpi
 from mpicomm.backend.gpu import probe
 from mpicomm.collective_ops import collectives
-from mpicomm.devices import accelerator, vendors
+from mpicomm.devices import accelerator, locality, vendors
 from mpicomm.errors import MPINotFoundError
 from mpicomm.job import plan
 from mpicomm.job.session import World
@@ -26,7 +26,6 @@ from mpicomm.native import c_library
 from mpicomm.recorder import rank_text
 from mpicomm.settings import Settings
 
-_NODES = Path("/sys/devices/system/node")
 _THP = "THP_MEM_ALLOC_ENABLE"  # with this variable, torch requests huge pages for large tensors
 _THREADS = ("single", "funneled", "serialized", "multiple")
 
@@ -51,6 +50,9 @@ class JobInfo:
 
     numa_nodes: str
     """The NUMA nodes of these CPUs; empty where the system does not report them."""
+
+    gpu_numa_node: str
+    """The NUMA node of the GPU; empty on a CPU rank, or where the system does not report it."""
 
     software: dict[str, str]
     """The versions and settings of the loaded software, by name."""
@@ -77,26 +79,26 @@ def collect(world: World) -> JobInfo:
         device_name="" if index is None else accelerator.device_name(world.device),
         uuid="" if index is None else vendors.vendor().uuid(index),
         cpus=rank_text.ranges(cpus),
-        numa_nodes=rank_text.ranges(numa_nodes(cpus, _NODES)),
+        numa_nodes=rank_text.ranges(numa_nodes(cpus)),
+        gpu_numa_node="" if index is None else _shown(locality.numa_node(os.environ, index)),
         software=_software(world),
         environment=_variables(os.environ),
     )
 
 
-def numa_nodes(cpus: Iterable[int], directory: Path) -> list[int]:
+def numa_nodes(cpus: Iterable[int], root: Path = Path("/")) -> list[int]:
     """Return the NUMA nodes that contain at least one of the CPUs.
 
     Args:
         cpus: The CPUs.
-        directory: The directory in which Linux describes the nodes.
+        root: The root of the file tree.
     """
     bound_cpus = set(cpus)
-    nodes = []
-    for path in directory.glob("node[0-9]*/cpulist"):
-        node_cpus = rank_text.parse_ranges(path.read_text().strip().replace(",", ", "))
-        if bound_cpus.intersection(node_cpus):
-            nodes.append(int(path.parent.name.removeprefix("node")))
-    return sorted(nodes)
+    return [node for node, members in host_info.cpus_by_numa_node(root).items() if bound_cpus.intersection(members)]
+
+
+def _shown(number: int | None) -> str:
+    return "" if number is None else str(number)
 
 
 def differences(gathered: Iterable[JobInfo]) -> dict[str, dict[str, list[int]]]:

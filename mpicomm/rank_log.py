@@ -121,12 +121,13 @@ def main(arguments: Sequence[str]) -> int:
         return _run_and_copy(command, log)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    return _exec(command)
+    return become(command)
 
 
-def _exec(command: list[str]) -> int:
+def become(command: Sequence[str]) -> int:
+    """Replace this process by a rank's program; return the exit status if it cannot be run."""
     try:
-        os.execvp(command[0], command)
+        os.execvp(command[0], list(command))
     except OSError as error:
         print(f"mpicomm run: cannot run {command[0]}: {error}", file=sys.stderr, flush=True)
     return _NOT_RUN
@@ -139,7 +140,7 @@ def _run_and_copy(command: list[str], log: int) -> int:
         ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGKILL)
         for stream, (_, write) in pipes.items():
             os.dup2(write, stream)
-        os._exit(_exec(command))
+        os._exit(become(command))
     for number in _OF_THE_GROUP:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # do not use the rank's cores

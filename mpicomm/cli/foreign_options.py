@@ -21,7 +21,10 @@ FOREIGN = {
 _OURS = ("--no-env", "--launcher", LAUNCHER_ARGUMENT, "--log-dir", "--max-restarts", "--grace-period", "--spares")
 _CONTAINER = ("--container", "--container-runtime", "--container-bind")
 _WITH_VALUE = (RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, *_OURS, *_CONTAINER)
-_BY_HAND = ("--nnodes", "--node-rank", "--master-addr", "--master-port")  # programs may have these options too
+BIND = "--bind"
+_OF_PROGRAMS_TOO = ("--nnodes", "--node-rank", "--master-addr", "--master-port", BIND)
+"""Options with a value that programs may have, too: behind a program they are its own."""
+
 HOROVOD = "--horovod"
 _FLAGS = ("--tag-output", "--dry-run", "--fault-tolerant", HOROVOD)
 
@@ -54,7 +57,7 @@ def leading(line: Sequence[str], with_value: Sequence[str] = ()) -> tuple[list[l
     left = list(line)
     while left and left[0].startswith("-") and left[0] not in ("-m", "--"):
         words = [left.pop(0)]
-        if words[0] in (*_WITH_VALUE, *_BY_HAND, *with_value):
+        if words[0] in (*_WITH_VALUE, *_OF_PROGRAMS_TOO, *with_value):
             words += left[:1]
             del left[:1]
         options.append(words)

@@ -84,11 +84,11 @@ def _as_json(world: World, gathered: Sequence[JobInfo]) -> dict[str, object]:
 
 
 def _ranks(gathered: Sequence[JobInfo]) -> Table:
-    gpu = ["GPU", "UUID"] if any(rank.uuid for rank in gathered) else []
+    gpu = ["GPU", "UUID", "NUMA of GPU"] if any(rank.uuid for rank in gathered) else []
     titles = ["rank", "host", "node", "local rank", "device", *gpu, "processors", "NUMA"]
     rows = [
         [rank.rank, rank.host, rank.node_rank, rank.local_rank, rank.device]
-        + ([rank.device_name, rank.uuid] if gpu else [])
+        + ([rank.device_name, rank.uuid, rank.gpu_numa_node or "-"] if gpu else [])
         + [rank.cpus, rank.numa_nodes or "-"]
         for rank in gathered
     ]

@@ -16,10 +16,11 @@ from pathlib import Path
 from mpicomm import host_info, launch, mpi, terminal
 from mpicomm.cli.console import print_message
 from mpicomm.cli.supervisor import End, Supervisor
-from mpicomm.devices import counting
+from mpicomm.devices import counting, locality
 from mpicomm.errors import LaunchError
 from mpicomm.launch import (
     allocation,
+    binding,
     commands,
     containers,
     environment,
@@ -63,12 +64,14 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     machine = _machine(environ)
     if request.node is not None:
         _refuse_fault_tolerance(request, "torchrun")
-        return commands.torchrun(request, request.node, machine, environ)
+        return commands.torchrun(request, request.node, _with_processors(machine, request, environ), environ)
     # 2. the MPI library and the allocation
     environment.refuse_ranks(environ, [name for _, name in terminal.processes_above()])
     library, job = mpi.library(), _allocation(request, machine, environ)
     if job is None:
         request, environ = _on_operator_hosts(request, library, environ)
+    if not request.hosts and _is_host_of(job, environ):
+        machine = _with_processors(machine, request, environ)
     # 3. the scheduler's launcher, or an mpiexec
     srun_type = _srun_type(library, job, environ)
     launcher = _launcher(request, library, job, environ)
@@ -79,7 +82,8 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     if isinstance(job, SlurmAllocation) and launcher == selection.IBRUN:
         return commands.ibrun(request, machine, job, environ)
     if isinstance(job, SlurmAllocation) and launcher == selection.SRUN and srun_type is not None:
-        return commands.srun(request, machine, job, srun_type, environ)
+        can_bind = request.bind is None or queries.slurm_binds()
+        return commands.srun(request, machine, job, srun_type, environ, can_bind=can_bind)
     wanted = library.launchers_of_pals if launcher == selection.PALS else None
     executable, described = queries.mpiexec(library, environ.get("PATH", ""), wanted)
     agent = _agent(job, environ) if isinstance(job, HostAllocation) else None
@@ -139,7 +143,7 @@ def probe(request: Request, host: Host, environ: Mapping[str, str], *, is_step: 
     Returns:
         Why it cannot be started; empty if it can.
     """
-    program = dataclasses.replace(request, program=_PROBE, ranks=1, log_dir=None, tag_output=False)
+    program = dataclasses.replace(request, program=_PROBE, ranks=1, log_dir=None, tag_output=False, bind=None)
     try:
         start = build(node_range.place(program, [Host(host.name, 1)], is_step=is_step), environ)
         status, _ = run_briefly(start)
@@ -291,6 +295,20 @@ def _refuse_hosts_from_container(
             f"Start it outside the container, and the ranks inside:\n"
             f"  mpicomm run --container IMAGE train.py"
         )
+
+
+def _with_processors(machine: Machine, request: Request, environ: Mapping[str, str]) -> Machine:
+    """Return the machine with its cores and GPUs one by one, which only a binding needs."""
+    if request.bind in (None, binding.NONE):
+        return machine
+    return dataclasses.replace(machine, processors=locality.processors(environ, os.sched_getaffinity(0)))
+
+
+def _is_host_of(job: Allocation | None, environ: Mapping[str, str]) -> bool:
+    """Return whether the ranks run on this host; the shell of an salloc may be on another one."""
+    if isinstance(job, SlurmAllocation):
+        return "SLURMD_NODENAME" in environ  # of a batch script, see sbatch(1)
+    return not isinstance(job, FluxAllocation)
 
 
 def _flux_plugins() -> list[str]:

@@ -18,7 +18,7 @@ from mpicomm.cli.argument_types import Parser, count
 from mpicomm.cli.attempts import RestartPolicy
 from mpicomm.cli.console import failed, print_message
 from mpicomm.errors import LaunchError, MPINotFoundError
-from mpicomm.launch import allocation, environment, request, selection
+from mpicomm.launch import allocation, binding, environment, request, selection
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.containers import PYTHON, RUNTIMES, Container
 from mpicomm.launch.node_range import NodeRange
@@ -88,6 +88,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=[],
         help="start the ranks on all hosts as if this variable were not set; NAME may be a pattern, as in 'NCCL_*'; "
         "repeat for more",
+    )
+    parser.add_argument(
+        foreign_options.BIND,
+        choices=binding.MODES,
+        help="the cores of each rank: an equal share of all (cores), a share within a NUMA node (numa), those near its "
+        "GPU (gpu), gpu or without GPUs numa (auto), or all (none) (default: the launcher's binding)",
     )
     parser.add_argument("--log-dir", metavar="D", help="write each rank's output to D/rank_003.log; show only rank 0's")
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
@@ -228,6 +234,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         launcher_arguments=tuple(arguments.launcher_arg),
         variables={**request.variables(arguments.env, environ), **spares, **elastic},
         excluded=tuple(arguments.no_env),
+        bind=arguments.bind,
         container=container,
     )
 

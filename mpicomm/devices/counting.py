@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -30,6 +31,22 @@ class Accelerators:
     count: int
     """Their number."""
 
+    directories: tuple[Path | None, ...] = dataclasses.field(default=(), compare=False)
+    """For each accelerator that this process may use its directory in sysfs, as a PCI device; None if not known."""
+
+    visible: tuple[int | None, ...] = dataclasses.field(default=(), compare=False)
+    """For each device that the process sees the position of its accelerator in `directories`; None if not known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """An accelerator in the kernel's files."""
+
+    partitions: int = 0
+    """The number of its partitions (MIG devices, tiles); 0 for an undivided one."""
+
+    directory: Path | None = None
+
 
 def count(environ: Mapping[str, str], root: Path = Path("/")) -> Accelerators:
     """Return the accelerators that a process of this host sees, of the first vendor that has some.
@@ -40,30 +57,55 @@ def count(environ: Mapping[str, str], root: Path = Path("/")) -> Accelerators:
         environ: The environment of the process, whose variables restrict the devices.
         root: The root of the file tree.
     """
-    partitions = {vendor: read(root) for vendor, read in _READERS.items()}
-    if not any(partitions.values()) and visible_devices.VARIABLES[NVIDIA][0] in environ:
+    found = {vendor: read(root) for vendor, read in _READERS.items()}
+    if not any(found.values()) and visible_devices.VARIABLES[NVIDIA][0] in environ:
         # Windows Subsystem for Linux has no device files of GPUs: the variable is the only source.
-        partitions[NVIDIA] = [0] * _MOST_DEVICES
-    counts = {vendor: visible_devices.count(vendor, environ, partitions[vendor]) for vendor in partitions}
-    return next((Accelerators(vendor, number) for vendor, number in counts.items() if number), Accelerators(None, 0))
+        found[NVIDIA] = [_Found()] * _MOST_DEVICES
+    for vendor, devices in found.items():
+        if visible := visible_devices.selected(vendor, environ, [device.partitions for device in devices]):
+            directories = tuple(device.directory for device in devices)
+            return Accelerators(vendor, len(visible), directories, tuple(visible))
+    return Accelerators(None, 0)
 
 
-# Each reader returns, for every device, the number of its partitions (MIG devices, tiles); 0 for an undivided one.
+# -- a reader for each vendor ----------------------------------------------------------------------------------------
 
 
-def _read_nvidia(root: Path) -> list[int]:
+def _read_nvidia(root: Path) -> list[_Found]:
+    driver, pci = root / "proc/driver/nvidia", root / "sys/bus/pci/devices"
+    addresses = {_minor(gpu): gpu.name for gpu in _children(driver / "gpus", "*")}
     minors = _numbers(root / "dev", "nvidia")
     if not minors:
-        return [0] * len(_children(root / "proc/driver/nvidia/gpus", "*"))
-    # The compute instances of MIG; the directories are named by the minor number of the GPU's device file.
-    capabilities = root / "proc/driver/nvidia/capabilities"
-    return [len(_children(capabilities / f"gpu{minor}", "mig/gi*/ci*")) for minor in minors]
+        return [_Found(directory=pci / gpu.name) for gpu in _children(driver / "gpus", "*")]
+    # CUDA numbers equal GPUs by their PCI addresses. The directories of MIG's compute instances are named by the minor
+    # number of the GPU's device file.
+    usable = [minor for minor in minors if _may_open(root / f"dev/nvidia{minor}")]
+    return [
+        _Found(
+            len(_children(driver / f"capabilities/gpu{minor}", "mig/gi*/ci*")),
+            pci / addresses[minor] if minor in addresses else None,
+        )
+        for minor in sorted(usable, key=lambda minor: addresses.get(minor, ""))
+    ]
 
 
-def _read_amd(root: Path) -> list[int]:
-    """Return a 0 for each node of the topology of amdkfd that is a GPU: a GCD of an MI250X is a node."""
-    nodes = _children(root / "sys/class/kfd/kfd/topology/nodes", "[0-9]*")
-    return [0 for node in nodes if _is_amd_gpu(root, _properties(node / "properties"))]
+def _minor(gpu: Path) -> int | None:
+    """Return the number of a GPU's device file, from the driver's description."""
+    line = re.search(r"^Device Minor:\s*(\d+)", host_info.read(gpu / "information"), re.MULTILINE)
+    return int(line[1]) if line else None
+
+
+def _read_amd(root: Path) -> list[_Found]:
+    """Return each node of the topology of amdkfd that is a GPU: a GCD of an MI250X is a node."""
+    # By number: as ROCr, for which node 10 is after node 9.
+    numbers = _numbers(root / "sys/class/kfd/kfd/topology/nodes", "")
+    nodes = [_properties(root / f"sys/class/kfd/kfd/topology/nodes/{number}/properties") for number in numbers]
+    return [_Found(directory=_render_device(root, node)) for node in nodes if _is_amd_gpu(root, node)]
+
+
+def _render_device(root: Path, properties: Mapping[str, int]) -> Path | None:
+    minor = properties.get("drm_render_minor", 0)
+    return root / f"sys/class/drm/renderD{minor}/device" if minor else None
 
 
 def _is_amd_gpu(root: Path, properties: Mapping[str, int]) -> bool:
@@ -73,7 +115,7 @@ def _is_amd_gpu(root: Path, properties: Mapping[str, int]) -> bool:
     # perhaps in a virtual machine, is a GPU nevertheless.
     is_small = properties.get("unique_id") == 0 and simds <= _MOST_INTEGRATED_SIMDS
     is_integrated = properties.get("cpu_cores_count", 0) > 0 or is_small
-    return simds > 0 and not is_integrated and (minor == 0 or _may_open(root, minor))
+    return simds > 0 and not is_integrated and (minor == 0 or _may_open_render(root, minor))
 
 
 def _properties(path: Path) -> dict[str, int]:
@@ -82,17 +124,17 @@ def _properties(path: Path) -> dict[str, int]:
     return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
 
 
-def _read_intel(root: Path) -> list[int]:
+def _read_intel(root: Path) -> list[_Found]:
     drm = root / "sys/class/drm"
     cards = [drm / f"card{number}" for number in _numbers(drm, "card")]
-    return [_tiles(card) for card in cards if _is_discrete_intel_gpu(root, card / "device")]
+    return [_Found(_tiles(card), card / "device") for card in cards if _is_discrete_intel_gpu(root, card / "device")]
 
 
 def _is_discrete_intel_gpu(root: Path, device: Path) -> bool:
     if host_info.read(device / "vendor") != _INTEL_VENDOR:
         return False
     minors = _numbers(device / "drm", "renderD")
-    may_open = not minors or _may_open(root, minors[0])
+    may_open = not minors or _may_open_render(root, minors[0])
     return may_open and f"PCI_SLOT_NAME={_INTEGRATED_INTEL}" not in host_info.read(device / "uevent").splitlines()
 
 
@@ -101,18 +143,19 @@ def _tiles(card: Path) -> int:
     return len(_numbers(card / "device", "tile")) or len(_numbers(card / "gt", "gt"))
 
 
-def _read_ascend(root: Path) -> list[int]:
-    return [0 for _ in _numbers(root / "dev", "davinci")]
+def _read_ascend(root: Path) -> list[_Found]:
+    return [_Found() for _ in _numbers(root / "dev", "davinci")]
 
 
-def _read_gaudi(root: Path) -> list[int]:
+def _read_gaudi(root: Path) -> list[_Found]:
     # The devices of /dev/accel may also be NPUs of processors.
     accel = root / "sys/class/accel"
     minors = _numbers(root / "dev/accel", "accel")
-    return [0 for minor in minors if host_info.read(accel / f"accel{minor}/device/vendor") == _HABANA_VENDOR]
+    devices = [accel / f"accel{minor}/device" for minor in minors]
+    return [_Found(directory=device) for device in devices if host_info.read(device / "vendor") == _HABANA_VENDOR]
 
 
-_READERS: Mapping[str, Callable[[Path], list[int]]] = {
+_READERS: Mapping[str, Callable[[Path], list[_Found]]] = {
     NVIDIA: _read_nvidia,
     AMD: _read_amd,
     INTEL: _read_intel,
@@ -122,9 +165,13 @@ _READERS: Mapping[str, Callable[[Path], list[int]]] = {
 """In this order the vendors are tried."""
 
 
-def _may_open(root: Path, minor: int) -> bool:
-    """Return whether this process may use a render device: a container may have only some of the host's."""
-    return os.access(root / f"dev/dri/renderD{minor}", os.R_OK | os.W_OK)
+def _may_open_render(root: Path, minor: int) -> bool:
+    return _may_open(root / f"dev/dri/renderD{minor}")
+
+
+def _may_open(device: Path) -> bool:
+    """Return whether this process may use a device: a container or a job may have only some of the host's."""
+    return os.access(device, os.R_OK | os.W_OK)
 
 
 def _numbers(directory: Path, prefix: str) -> list[int]:

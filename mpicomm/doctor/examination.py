@@ -47,7 +47,8 @@ def collect(environ: Mapping[str, str], *, has_fabric: bool = False) -> Facts:
     Args:
         has_fabric: Whether the facts include those of `fabric_check`.
     """
-    facts: dict[types.ModuleType, Any] = {memory_check: memory_check.collect(environ)}  # before torch starts threads
+    # Before torch starts threads, and then what its import changes.
+    facts: dict[types.ModuleType, Any] = {module: module.collect(environ) for module in (memory_check, processor_check)}
     others = [module for module in CHECKS if module not in facts] + [fabric_check] * has_fabric
     return facts | {module: module.collect(environ) for module in others}
 

@@ -17,6 +17,12 @@ _MAY_DIFFER = ("Python", "numpy")
 """Software whose version may differ between hosts, although that is rarely intended."""
 
 
+_OWN_CORES = (
+    "Give each rank its own cores: `mpicomm run --bind auto`, `mpirun --bind-to core`, "
+    "`srun --cpus-per-task=N --cpu-bind=cores`."
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class RankFacts:
     """The facts about one rank that are compared with those of other ranks."""
@@ -109,26 +115,51 @@ def _name_hosts(ranks: Sequence[RankFacts], members: Sequence[int]) -> str:
 
 
 def _check_binding(members: Sequence[RankFacts]) -> list[Finding]:
-    """Check that the ranks of a node do not share fewer CPUs than they are."""
-    host = members[0].host
-    cpus_by_rank = [facts.processors.cpus for facts in members]
-    by_cpus = agreement.ranks_by_value(cpus_by_rank, [facts.rank for facts in members])
-    results = []
+    """Check that no ranks of a node share cores, unless all are free to use enough of them."""
+    host, processors = members[0].host, {facts.rank: facts.processors for facts in members}
+    by_cpus = agreement.ranks_by_value([each.cpus for each in processors.values()], list(processors))
+    results = _check_overlaps(host, {ranks[0]: ranks for ranks in by_cpus.values()}, processors)
     for cpus, ranks in by_cpus.items():
-        if len(ranks) <= len(cpus):
+        cores, of_job = processors[ranks[0]].cores, processors[ranks[0]].job_cores
+        # The same part of the job's cores for all ranks, such as that of a task in which torchrun was started
+        is_part = len(by_cpus) == 1 < len(ranks) and cores < of_job
+        if len(ranks) <= cores and not is_part:
             continue
         host_cpus = members[0].processors.cpus_of_host
         if len(cpus) < host_cpus:
-            message = (
-                f"{rank_text.name_ranks(ranks)} on {host} are bound to the same CPUs, {rank_text.ranges(cpus)} "
-                f"of {host_cpus}, and wait for each other"
-            )
-            remedy = "Give each rank its own cores: `mpirun --bind-to core`, `srun --cpus-per-task=N --cpu-bind=cores`."
+            message = f"{rank_text.name_ranks(ranks)} on {host} are bound to the same CPUs, {rank_text.ranges(cpus)} "
+            message += f"of {host_cpus}" + (f", although the job may use {of_job} cores there" if is_part else "")
+            message += ", and wait for each other" if len(ranks) > cores else ""
+            remedy = _OWN_CORES
         else:
             message = f"{len(ranks)} ranks on {host} share {host_cpus} CPUs (oversubscription), and wait for each other"
             remedy = f"Start at most {host_cpus} ranks per host, except for tests."
         results.append(warning("binding", message, remedy))
     return results or [ok("binding", f"{host}: a CPU for each of {len(members)} ranks")]
+
+
+def _check_overlaps(
+    host: str, groups: Mapping[int, Sequence[int]], processors: Mapping[int, ProcessorFacts]
+) -> list[Finding]:
+    """Check that ranks that are bound to different CPUs have no core in common.
+
+    Args:
+        groups: The ranks that are bound to the same CPUs, by the first of them.
+        processors: The processors of each rank.
+    """
+    firsts: dict[int, list[int]] = collections.defaultdict(list)
+    for first in groups:
+        for core in processors[first].core_numbers:
+            firsts[core].append(first)
+    shared = sorted(core for core, users in firsts.items() if len(users) > 1)
+    if not shared:
+        return []
+    ranks = sorted(rank for first in {user for core in shared for user in firsts[core]} for rank in groups[first])
+    message = (
+        f"{rank_text.name_ranks(ranks)} on {host} are bound to different CPUs, but share core"
+        f"{'s' if len(shared) > 1 else ''} {rank_text.ranges(shared)}, and wait for each other"
+    )
+    return [warning("binding", message, _OWN_CORES)]
 
 
 def _check_threads(members: Sequence[RankFacts]) -> list[Finding]:

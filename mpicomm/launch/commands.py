@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, environment
+from mpicomm.launch import allocation, binding, environment
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import IMPLEMENTATIONS, OPEN_MPI, Implementation, Library
 from mpicomm.launch.request import Machine, Node, Request, Start
@@ -21,6 +21,35 @@ _PMIX = "pmix"
 
 _EXPORT = "SLURM_EXPORT_ENV"
 _OVERLAP = "SLURM_OVERLAP"
+
+
+# -- binding -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Binding:
+    """How a launcher binds the ranks."""
+
+    options: Sequence[str]
+    threads: int | None
+    """Number of threads of a rank; None if the rank sets it itself."""
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    binds_in: int | None = None
+    """Number of ranks of a host if they bind themselves; None if the launcher binds them."""
+    uses_whole_nodes: bool = False
+    """Whether a step of Slurm must have all CPUs of its nodes."""
+
+
+def _shares(request: Request, machine: Machine, ranks: int, environ: Mapping[str, str]) -> list[binding.Share] | None:
+    """Return the cores of the ranks of a host, after the check that the binding fits; None if the ranks find them.
+
+    They do if this machine is not one of the hosts, or if Slurm gives each of them a GPU that only they see.
+    """
+    may_use_gpus = request.bind in (binding.AUTO, binding.GPU)
+    if machine.processors is None or (may_use_gpus and any(map(environ.get, binding.OWN_GPU_VARIABLES))):
+        return None
+    assert request.bind is not None
+    return binding.shares(request.bind, machine.processors, ranks)
 
 
 # -- mpiexec -----------------------------------------------------------------------------------------------------------
@@ -79,24 +108,18 @@ def mpiexec(
     mpi = launcher or library.implementation
     place = _placement(request, machine, job)
     # 1. the environment of the ranks
-    is_bound_by_user = any(environ.get(name) for vendor in IMPLEMENTATIONS for name in vendor.binding_variables)
-    if is_bound_by_user:
-        place = dataclasses.replace(place, is_exclusive=False)
-    threads = place.cores // place.per_node
-    child = {**mpi.default_environ, **environment.for_ranks(_without_threads_for_one(environ, place), threads)}
+    bound = _binding_by_mpiexec(request, machine, mpi, place, environ)
+    ranks_environ = environment.for_ranks(_without_threads_for_one(environ, place), bound.threads)
+    child = {**mpi.default_environ, **ranks_environ}
     if machine.is_root:
         child.update(mpi.root_environ)
-    if place.cores_per_rank is None and not is_bound_by_user:
-        child.update(mpi.unbound_environ)
+    child.update(bound.environ)
     # 2. the options
     options = ["-n", str(place.ranks)]
     if place.hosts:
         options += _host_options(mpi, place)
     options += _filled_in(mpi.always)
-    if place.cores_per_rank:
-        options += _filled_in(mpi.bound, per_node=place.per_node, cores=place.cores_per_rank)
-    else:
-        options += _filled_in(mpi.unbound)
+    options += bound.options
     if request.is_fault_tolerant:
         options += _fault_tolerant(library)
         if isinstance(job, SlurmAllocation):
@@ -110,22 +133,51 @@ def mpiexec(
         forwarded = environment.forwarded(child, everything=request.forwards_all)
         names = dict.fromkeys([*forwarded, *request.variables])
         options += [word for name in names for word in _filled_in(mpi.forwarded, name=name)]
-    may_be_elsewhere = isinstance(job, SlurmAllocation)  # salloc may run on another host than its job
-    is_local = place.is_on_one_host and not may_be_elsewhere
+    # salloc may run on another host than its job
+    is_local = place.is_on_one_host and not isinstance(job, SlurmAllocation)
     parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT_VARIABLE))
     if request.container is not None:
         request.container.check_connection(is_pmix=library.vendor == OPEN_MPI.vendor)
-    return Start((path, *options, *_last_words(request, machine)), child, is_local, parent_options, place.ranks)
+    command = (path, *options, *_last_words(request, machine, bound))
+    return Start(command, child, is_local, parent_options, place.ranks)
 
 
-def _last_words(request: Request, machine: Machine, *, by_srun: bool = False) -> tuple[str, ...]:
+def _binding_by_mpiexec(
+    request: Request, machine: Machine, mpi: Implementation, place: Placement, environ: Mapping[str, str]
+) -> _Binding:
+    # 1. the binding without --bind
+    variables = [name for vendor in IMPLEMENTATIONS for name in vendor.binding_variables]
+    threads = place.cores // place.per_node
+    unbound = _Binding(_filled_in(mpi.unbound), threads, mpi.unbound_environ)
+    default = unbound
+    if any(environ.get(name) for name in variables):
+        default = dataclasses.replace(unbound, environ={})
+    elif place.cores_per_rank:
+        default = _Binding(_filled_in(mpi.bound, per_node=place.per_node, cores=place.cores_per_rank), threads)
+    if request.bind is None:
+        return default
+    # 2. that of the option, by the launcher if it can
+    binding.refuse_variables(request.bind, environ, variables)
+    if request.bind == binding.NONE:
+        return unbound
+    shares = _shares(request, machine, place.per_node, environ)
+    if request.bind == binding.CORES and mpi.bound and default is not unbound:
+        return default
+    if shares and place.is_on_one_host and mpi.bound_to_lists:
+        options = _filled_in(mpi.bound_to_lists, lists=binding.lists(shares))
+        return _Binding(options, min(threads, *map(len, shares)))
+    return _Binding(unbound.options, None, unbound.environ, binds_in=place.per_node)
+
+
+def _last_words(request: Request, machine: Machine, bound: _Binding, *, by_srun: bool = False) -> tuple[str, ...]:
     """Return the user's arguments and the command of one rank, for a launcher that starts another program after `:`."""
     if ":" in (*request.launcher_arguments, *request.program):
         raise LaunchError(
             "mpicomm run starts one program on all ranks, got several, or an argument, separated by `:`.\n"
             "Start several programs with the launcher itself: mpiexec -n 1 python a.py : -n 3 python b.py"
         )
-    return (*request.launcher_arguments, *request.rank_command(machine.python, by_srun=by_srun))
+    command = request.rank_command(machine.python, binds_in=bound.binds_in, by_srun=by_srun)
+    return (*request.launcher_arguments, *command)
 
 
 def _fault_tolerant(library: Library) -> list[str]:
@@ -194,33 +246,93 @@ def _filled_in(template: str, **values: object) -> list[str]:
 # -- srun --------------------------------------------------------------------------------------------------------------
 
 
-def srun(request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str, environ: Mapping[str, str]) -> Start:
+def srun(
+    request: Request,
+    machine: Machine,
+    job: SlurmAllocation,
+    mpi_type: str,
+    environ: Mapping[str, str],
+    *,
+    can_bind: bool = True,
+) -> Start:
     """Return the launch of ranks as tasks of a new step, by default in the whole allocation.
+
+    Args:
+        can_bind: Whether this Slurm can bind tasks.
 
     Raises:
         LaunchError: If the job is heterogeneous, and the request has a number of ranks.
     """
     if job.groups > 1:
-        return _srun_on_groups(request, machine, job, mpi_type, environ)
+        return _srun_on_groups(request, machine, job, mpi_type, environ, can_bind=can_bind)
     ranks = request.ranks or job.ranks
     # By default the share of the node with the fewest CPUs; 0 if there are fewer CPUs than ranks, or unknown.
     nodes = len(request.slurm_nodes) or job.nodes
     cpus = job.cpus_per_task or min(job.cpus, default=0) // -(-ranks // nodes)
-    options = [*_options_of_step(request, mpi_type), f"--ntasks={ranks}"]
+    per_node = request.ranks_per_node or -(-ranks // nodes)
+    is_overcommitted = sum(job.cpus) > 0 and ranks * (cpus or 1) > sum(sorted(job.cpus)[:nodes])
+    has_cpus = cpus > 0 and not is_overcommitted
+    bound = _binding_by_srun(request, machine, job, per_node, cpus, environ, has_cpus=has_cpus, can_bind=can_bind)
+    options = [*_options_of_step(request, mpi_type), *bound.options, f"--ntasks={ranks}"]
     if request.slurm_nodes:
         options += [f"--nodes={nodes}", f"--nodelist={','.join(request.slurm_nodes)}"]
     if request.ranks_per_node:
         options.append(f"--ntasks-per-node={request.ranks_per_node}")
-    if cpus:  # since Slurm 22.05 srun does not inherit it from the allocation
+    if cpus and not bound.uses_whole_nodes:  # since Slurm 22.05 srun does not inherit it from the allocation
         options.append(f"--cpus-per-task={cpus}")
-    if sum(job.cpus) and ranks * (cpus or 1) > sum(sorted(job.cpus)[:nodes]):
+    if is_overcommitted:
         options.append("--overcommit")
-    child = _for_step(environ, threads=cpus or 1)
-    return Start(("srun", *options, *_last_words(request, machine, by_srun=True)), child, ranks=ranks)
+    child = _for_step(environ, bound.threads)
+    return Start(("srun", *options, *_last_words(request, machine, bound, by_srun=True)), child, ranks=ranks)
+
+
+def _binding_by_srun(
+    request: Request,
+    machine: Machine,
+    job: SlurmAllocation,
+    per_node: int,
+    cpus: int,
+    environ: Mapping[str, str],
+    *,
+    has_cpus: bool,
+    can_bind: bool,
+) -> _Binding:
+    """Return the binding of the tasks of a step.
+
+    Args:
+        per_node: Number of tasks on each node; 0 in a heterogeneous job, whose tasks find it out.
+        cpus: Number of CPUs of a task; 0 if not known.
+        has_cpus: Whether the step has so many for each task.
+        can_bind: Whether this Slurm can bind tasks.
+    """
+    threads = cpus or 1
+    if request.bind is None:
+        return _Binding([], threads)
+    binding.refuse_variables(request.bind, environ, [binding.SLURM_VARIABLE])
+    unbound = ["--cpu-bind=none"] if can_bind else []
+    if request.bind == binding.NONE:
+        return _Binding(unbound, threads)
+    if request.bind == binding.CORES and has_cpus and can_bind:
+        return _Binding(["--cpu-bind=cores"], threads)
+    shares = _shares(request, machine, per_node, environ) if per_node else None
+    # srun ignores masks unless the job has whole nodes, see --cpu-bind=mask_cpu in srun(1), and fails if a mask is
+    # outside of the step, which has with --cpus-per-task only so many CPUs. Masks of this node fit nodes with as many.
+    own_cpus = len(binding.cpus(machine.processors.cores)) if machine.processors else 0
+    has_whole_nodes = machine.is_whole and set(job.cpus) == {own_cpus} and job.cpus_per_task is None
+    if shares and can_bind and has_whole_nodes:
+        threads = min(machine.cores // per_node, *map(len, shares))
+        return _Binding([f"--cpu-bind=mask_cpu:{binding.masks(shares)}"], threads, uses_whole_nodes=True)
+    return _Binding(unbound, None, binds_in=per_node)
 
 
 def _srun_on_groups(
-    request: Request, machine: Machine, job: SlurmAllocation, mpi_type: str, environ: Mapping[str, str]
+    request: Request,
+    machine: Machine,
+    job: SlurmAllocation,
+    mpi_type: str,
+    environ: Mapping[str, str],
+    *,
+    can_bind: bool,
 ) -> Start:
     """Return the launch in all components of a heterogeneous job, each with its own number of tasks and CPUs."""
     if request.ranks is not None:
@@ -228,12 +340,15 @@ def _srun_on_groups(
             f"-n {request.ranks} is ambiguous in this heterogeneous Slurm job of {job.groups} components, which has "
             f"{job.ranks} tasks.\nOmit -n to start the tasks of all components."
         )
-    options = [*_options_of_step(request, mpi_type), f"--het-group=0-{job.groups - 1}"]
-    child = _for_step(environ, threads=job.cpus_per_task or 1)
-    return Start(("srun", *options, *_last_words(request, machine, by_srun=True)), child)
+    bound = _binding_by_srun(
+        request, machine, job, 0, job.cpus_per_task or 0, environ, has_cpus=False, can_bind=can_bind
+    )
+    options = [*_options_of_step(request, mpi_type), *bound.options, f"--het-group=0-{job.groups - 1}"]
+    child = _for_step(environ, bound.threads)
+    return Start(("srun", *options, *_last_words(request, machine, bound, by_srun=True)), child)
 
 
-def _for_step(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+def _for_step(environ: Mapping[str, str], threads: int | None) -> dict[str, str]:
     child = environment.for_ranks(environ, threads)
     if child.get(_EXPORT):  # `sbatch --export=NONE` sets it: the ranks would get no variables
         child[_EXPORT] = "ALL"
@@ -272,10 +387,17 @@ def ibrun(request: Request, machine: Machine, job: SlurmAllocation, environ: Map
             "--tag-output: ibrun cannot show which rank has written a line.\n"
             "Write a file for each rank (--log-dir DIR), or use --launcher mpiexec."
         )
+    if request.bind == binding.NONE:
+        raise LaunchError(
+            "--bind none: ibrun has no option for it, and binds the ranks itself.\n"
+            "Omit --bind, or use --launcher mpiexec."
+        )
     options = [] if ranks == job.ranks else ["-n", str(ranks), "-o", "0"]  # both or none of them
-    cpus = min(job.cpus, default=0) // -(-ranks // job.nodes)
-    child = _for_step(environ, threads=job.cpus_per_task or cpus or 1)
-    return Start(("ibrun", *options, *_last_words(request, machine)), child, ranks=ranks)
+    per_node = -(-ranks // job.nodes)
+    cpus = job.cpus_per_task or min(job.cpus, default=0) // per_node
+    bound = _Binding([], cpus or 1) if request.bind is None else _Binding([], None, binds_in=per_node)
+    child = _for_step(environ, bound.threads)
+    return Start(("ibrun", *options, *_last_words(request, machine, bound)), child, ranks=ranks)
 
 
 # -- flux run ----------------------------------------------------------------------------------------------------------
@@ -315,9 +437,25 @@ def flux_run(
         options += ["-g", str(gpus)]
     if request.tag_output:
         options.append("--label-io")
-    child = environment.for_ranks(environ, threads=cores)
-    options += request.launcher_arguments
-    return Start(("flux", "run", *options, *request.rank_command(machine.python)), child, ranks=ranks)
+    bound = _binding_by_flux(request, ranks, job.cores, per_node, cores)
+    child = environment.for_ranks(environ, bound.threads)
+    command = request.rank_command(machine.python, binds_in=bound.binds_in)
+    options += [*bound.options, *request.launcher_arguments]
+    return Start(("flux", "run", *options, *command), child, ranks=ranks)
+
+
+def _binding_by_flux(request: Request, ranks: int, cores: int, per_node: int, cores_per_rank: int) -> _Binding:
+    """Return the binding by Flux's shell (flux-shell(1), cpu-affinity), whose default is the job's cores of a node."""
+    match request.bind:
+        case None:
+            return _Binding([], cores_per_rank)
+        case binding.NONE:
+            return _Binding(["-o", "cpu-affinity=off"], cores_per_rank)
+        case binding.CORES:
+            binding.refuse_too_many(ranks, cores, "this Flux instance")
+            return _Binding(["-o", "cpu-affinity=per-task"], cores_per_rank)
+        case _:
+            return _Binding([], None, binds_in=per_node)
 
 
 # -- torchrun ----------------------------------------------------------------------------------------------------------
@@ -336,6 +474,12 @@ def torchrun(request: Request, node: Node, machine: Machine, environ: Mapping[st
         "--no-python",
         *request.launcher_arguments,
     ]
-    child = environment.for_ranks(environ, threads=machine.cores // ranks)
-    command = (machine.python, *_TORCHRUN, *options, *request.rank_command(machine.python))
+    threads, binds_in = machine.cores // ranks, None
+    if request.bind not in (None, binding.NONE):
+        binds_in = ranks
+        if shares := _shares(request, machine, ranks, environ):  # torchrun would set it to 1
+            threads = min(threads, *map(len, shares))
+    child = environment.for_ranks(environ, threads)
+    ranks_command = request.rank_command(machine.python, binds_in=binds_in)
+    command = (machine.python, *_TORCHRUN, *options, *ranks_command)
     return Start(command, child | (_TORCHRUN_TAG if request.tag_output else {}))

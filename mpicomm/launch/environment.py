@@ -105,10 +105,14 @@ def without(environ: Mapping[str, str], patterns: Sequence[str]) -> dict[str, st
     return {name: value for name, value in environ.items() if not _matches(name, patterns)}
 
 
-def for_ranks(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return the environment for ranks with this number of threads and with huge pages; the user's values are kept."""
-    defaults = {"OMP_NUM_THREADS": str(max(1, threads)), "THP_MEM_ALLOC_ENABLE": "1"}
-    return {**defaults, **with_home(without_job(environ))}
+def for_ranks(environ: Mapping[str, str], threads: int | None) -> dict[str, str]:
+    """Return the environment for ranks with huge pages; the user's values are kept.
+
+    Args:
+        threads: The number of threads of a rank; None if the rank sets it itself.
+    """
+    defaults = {} if threads is None else {"OMP_NUM_THREADS": str(max(1, threads))}
+    return {**defaults, "THP_MEM_ALLOC_ENABLE": "1", **with_home(without_job(environ))}
 
 
 def with_home(environ: Mapping[str, str]) -> dict[str, str]:

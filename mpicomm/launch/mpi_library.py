@@ -33,6 +33,8 @@ class Implementation:
     """Options of every launch."""
     bound: str = "-bind-to core:{cores}"
     """Binds each rank to so many cores of its own."""
+    bound_to_lists: str = ""
+    """Binds the ranks of a host to lists of CPUs, see `binding.lists`; empty if it cannot."""
     unbound: str = ""
     tagged: str = "-prepend-rank"
     agent: str = "-launcher ssh -launcher-exec {agent}"
@@ -98,6 +100,7 @@ MPICH = Implementation(
     commands=("mpiexec.mpich", "mpiexec", "mpiexec.hydra"),
     package="mpich",
     version_output="HYDRA build details",
+    bound_to_lists="-bind-to user:{lists}",  # numbers of Linux, for the ranks of a host in turn (HYDRA, topo_hwloc.c)
     binding_variables=("HYDRA_BIND_TO",),
     gpu_environ={"MPIR_CVAR_ENABLE_GPU": "1"},
     no_gpu_environ={"MPIR_CVAR_ENABLE_GPU": "0"},

@@ -93,6 +93,12 @@ def container_commands(path: str) -> dict[str, str]:
     return commands
 
 
+def slurm_binds() -> bool:
+    """Return whether this Slurm can bind tasks: without its plugin task/affinity, srun ignores --cpu-bind."""
+    lines = constant_output("scontrol", "show", "config").splitlines()
+    return any(line.startswith("TaskPlugin ") and "affinity" in line for line in lines)
+
+
 def srun_list() -> str:
     """Return the output of `srun --mpi=list`; empty without Slurm."""
     return constant_output("srun", "--mpi=list") if shutil.which("srun") else ""

@@ -10,6 +10,7 @@ from pathlib import PurePath
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Allocation, Host, HostAllocation
+from mpicomm.launch.binding import Processors
 from mpicomm.launch.containers import PYTHON, Container
 from mpicomm.settings import PARENT_VARIABLE
 
@@ -61,26 +62,33 @@ class Request:
     """Arguments that the launcher gets unchanged, after the options of `mpicomm run` and before the program."""
     excluded: tuple[str, ...] = ()
     """Names and patterns of variables of this process that no rank gets, as if they were not set."""
+    bind: str | None = None
+    """One of `binding.MODES`; None for the binding of the launcher."""
 
-    def rank_command(self, python: str, *, by_srun: bool = False) -> tuple[str, ...]:
+    def rank_command(self, python: str, *, binds_in: int | None = None, by_srun: bool = False) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set.
 
         Args:
+            binds_in: The number of ranks of its host, among which a rank that binds itself divides the cores; None if
+                the launcher binds it.
             by_srun: Whether srun starts the rank.
 
         Raises:
             LaunchError: If the launcher cannot start the container.
         """
         if self.container is None:
-            return self._logged_program(python)
-        return self.container.rank_command(self._logged_program(PYTHON), by_srun=by_srun)
+            return self._wrapped_program(python, binds_in)
+        return self.container.rank_command(self._wrapped_program(PYTHON, binds_in), by_srun=by_srun)
 
-    def _logged_program(self, python: str) -> tuple[str, ...]:
+    def _wrapped_program(self, python: str, binds_in: int | None) -> tuple[str, ...]:
+        command = self.program
+        if self.bind is not None and binds_in is not None:
+            command = (python, "-m", "mpicomm.rank_binding", self.bind, str(binds_in), *command)
         if self.log_dir is None:
-            return self.program
+            return command
         shown = "all" if self.tag_output else "0"
         appends = ("--append",) if self.appends_logs else ()
-        return (python, "-m", "mpicomm.rank_log", self.log_dir, shown, *appends, *self.program)
+        return (python, "-m", "mpicomm.rank_log", self.log_dir, shown, *appends, *command)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +102,8 @@ class Machine:
     is_root: bool
     python: str
     gpus: int = 0
+    processors: Processors | None = None
+    """The cores of the hosts of the job, if this machine is one of them and the ranks are to be bound."""
 
     @property
     def capacity(self) -> int:

@@ -52,52 +52,63 @@ def hiding(names: Sequence[str], environ: Mapping[str, str]) -> str | None:
     return next(hidden, None)
 
 
-def count(vendor: str, environ: Mapping[str, str], partitions: Sequence[int]) -> int:
-    """Return the number of devices that a process with this environment sees.
+def selected(vendor: str, environ: Mapping[str, str], partitions: Sequence[int]) -> list[int | None]:
+    """Return the accelerators that a process with this environment sees, a number for each of its devices.
 
     Args:
         vendor: The vendor of the accelerators.
         partitions: For each accelerator of the host the number of its partitions (MIG devices, tiles); 0 for an
             undivided one.
+
+    Returns:
+        For each device the position of its accelerator in `partitions`; None if only the driver knows it, as for a
+        UUID.
     """
-    return _RULES[vendor](environ, partitions) if partitions else 0
+    return _RULES[vendor](environ, partitions) if partitions else []
 
 
-def _count_cuda(environ: Mapping[str, str], partitions: Sequence[int]) -> int:
-    text = environ.get(_CUDA, ",".join(map(str, range(len(partitions)))))
-    selected = _valid(text, len(partitions))
+def _select_cuda(environ: Mapping[str, str], partitions: Sequence[int]) -> list[int | None]:
+    text = environ.get(_CUDA)
+    entries = _listed(text, range(len(partitions)))
     # A process sees one MIG device, the first one, and beside it no undivided GPU (NVIDIA's MIG user guide).
-    sees_mig = text.lstrip().startswith("MIG-") or any(partitions[int(entry)] for entry in selected if entry.isdigit())
-    return 1 if sees_mig else len(selected)
+    is_mig_named = text is not None and text.lstrip().startswith("MIG-")
+    sees_mig = is_mig_named or any(partitions[gpu] for gpu in entries if gpu is not None)
+    return (entries or [None])[:1] if sees_mig else entries
 
 
-def _count_rocm(environ: Mapping[str, str], partitions: Sequence[int]) -> int:
-    devices = len(partitions)
+def _select_rocm(environ: Mapping[str, str], partitions: Sequence[int]) -> list[int | None]:
+    devices: Sequence[int | None] = range(len(partitions))
     if _ROCR in environ:  # HIP's variable selects among the remaining devices
-        devices = len(_valid(environ[_ROCR], devices, repeat_hides_all=False))
-    return _count_listed(environ.get(_HIP, environ.get(_CUDA)), devices)
+        devices = _listed(environ[_ROCR], devices, repeat_hides_all=False)
+    return _listed(environ.get(_HIP, environ.get(_CUDA)), devices)
 
 
-def _count_level_zero(environ: Mapping[str, str], partitions: Sequence[int]) -> int:
+def _select_level_zero(environ: Mapping[str, str], partitions: Sequence[int]) -> list[int | None]:
     tiles = [max(1, number) for number in partitions]
     # The valid entries, and the device that each of them selects. By default (FLAT) every tile is a device.
+    gpu_of_device = list(range(len(tiles)))
     if environ.get("ZE_FLAT_DEVICE_HIERARCHY") == "COMPOSITE":
         gpus = enumerate(tiles)
         device_of = {entry: gpu for gpu, number in gpus for entry in (str(gpu), *_tiles_of(gpu, number))}
     else:
+        gpu_of_device = [gpu for gpu, number in enumerate(tiles) for _ in range(number)]
         device_of = {str(tile): tile for tile in range(sum(tiles))}
     mask = environ.get(_LEVEL_ZERO, "")
     # Intel's driver skips invalid entries, and takes an empty mask for none.
-    selected = [entry.strip() for entry in mask.split(",")] if mask else list(device_of)
-    return len({device_of[entry] for entry in selected if entry in device_of})
+    entries = [entry.strip() for entry in mask.split(",")] if mask else list(device_of)
+    return [gpu_of_device[device] for device in sorted({device_of[entry] for entry in entries if entry in device_of})]
 
 
 def _tiles_of(gpu: int, number: int) -> list[str]:
     return [f"{gpu}.{tile}" for tile in range(number)]
 
 
-def _count_listed(text: str | None, devices: int) -> int:
-    return devices if text is None else len(_valid(text, devices))
+def _listed(text: str | None, devices: Sequence[int | None], *, repeat_hides_all: bool = True) -> list[int | None]:
+    """Return the devices that a list of indices and UUIDs selects; all without a list."""
+    if text is None:
+        return list(devices)
+    entries = _valid(text, len(devices), repeat_hides_all=repeat_hides_all)
+    return [devices[int(entry)] if entry.isdigit() else None for entry in entries]
 
 
 def _valid(text: str, devices: int, *, repeat_hides_all: bool = True) -> list[str]:
@@ -122,10 +133,10 @@ def _valid(text: str, devices: int, *, repeat_hides_all: bool = True) -> list[st
     return entries[:devices]
 
 
-_RULES: Mapping[str, Callable[[Mapping[str, str], Sequence[int]], int]] = {
-    NVIDIA: _count_cuda,
-    AMD: _count_rocm,
-    INTEL: _count_level_zero,
-    ASCEND: lambda environ, partitions: _count_listed(environ.get(_ASCEND), len(partitions)),
-    GAUDI: lambda environ, partitions: _count_listed(environ.get(_HABANA), len(partitions)),
+_RULES: Mapping[str, Callable[[Mapping[str, str], Sequence[int]], list[int | None]]] = {
+    NVIDIA: _select_cuda,
+    AMD: _select_rocm,
+    INTEL: _select_level_zero,
+    ASCEND: lambda environ, partitions: _listed(environ.get(_ASCEND), range(len(partitions))),
+    GAUDI: lambda environ, partitions: _listed(environ.get(_HABANA), range(len(partitions))),
 }

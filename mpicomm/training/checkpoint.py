@@ -147,6 +147,11 @@ class Checkpoints:
             self.wait()
 
     @property
+    def is_saving(self) -> bool:
+        """Whether this rank is writing a checkpoint in the background."""
+        return self._running is not None and not self._running.done()
+
+    @property
     def has_failed(self) -> bool:
         """Whether the save in progress has failed on this rank; `wait` raises the error."""
         running = self._running

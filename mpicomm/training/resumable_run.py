@@ -26,6 +26,7 @@ from mpicomm.training.data import DataSource, LoaderOptions
 from mpicomm.training.evaluation import Metric
 from mpicomm.training.preemption import Preempted, StopRequest, is_of_all_ranks
 from mpicomm.training.reporting import Reporter, ReportOptions
+from mpicomm.training.save_interval import SaveInterval
 from mpicomm.training.state import Position
 from mpicomm.training.step_profile import ProfileOptions
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _unfinished: list[StepVote] = []  # MPI still writes to the memory of these after an error, if fit is called again
+_REPORTED_CHANGE = 1.25  # the factor by which an interval differs from the one in the last line about it
 _SECONDS = arguments.number("a positive number of seconds", lambda value: value > 0).or_none()
 
 
@@ -44,7 +46,10 @@ class LoopOptions:
 
     loader: LoaderOptions
     checkpoint_dir: str | os.PathLike[str] | None
-    save_every: int | None
+    save_every: int | str | None
+    node_mtbf_hours: float | None
+    """The mean time between failures of a node, if `save_every` is "auto"."""
+
     keep_checkpoints: int
     stop_margin: float | None
     log_every: int
@@ -52,6 +57,10 @@ class LoopOptions:
     schedule: str
     report: ReportOptions
     profile: ProfileOptions
+
+    def is_step_saved(self, step: int) -> bool:
+        """Return whether `save_every` is a number of steps of which this step is a multiple."""
+        return self.save_every is not None and not isinstance(self.save_every, str) and step % self.save_every == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +95,9 @@ class Votes(NamedTuple):
 
     nonfinite: float = 0
     """Its loss is not finite."""
+
+    save: float = 0
+    """It requests a checkpoint, because the interval of `save_every="auto"` has passed."""
 
 
 class StepVote:
@@ -155,6 +167,7 @@ class ResumableRun:
         train: DataSource,
         checkpoints: Checkpoints | None,
         vote: StepVote | None,
+        interval: SaveInterval | None,
     ) -> None:
         """Prepare the run.
 
@@ -164,12 +177,15 @@ class ResumableRun:
             train: The training data.
             checkpoints: The checkpoints of the run, if it has any.
             vote: The vote of the ranks in each step; None if they neither stop, end nor skip on request.
+            interval: The interval of `save_every="auto"`, on rank 0.
         """
         self.checkpoints = checkpoints
         self.is_ending = False
         """Whether the last vote has ended the run."""
 
         self._fit_call, self._parts, self._train, self._vote = fit_call, parts, train, vote
+        self._interval = interval
+        self._reported_seconds = 0.0  # the interval in the last line about it
         self._inexact_reason = train.inexact_reason  # until it is reported
         self._saved: tuple[str | None, bool] = None, False  # the name, and whether it has the weights of evaluations
         self._unreported: Path | None = None  # the newest checkpoint, until `on_checkpoint` is called
@@ -205,11 +221,13 @@ class ResumableRun:
     def start_vote(self, *, is_finite: bool = True, numbers: Sequence[float] = ()) -> None:
         """Start a vote of the ranks, and the sum of further numbers of all ranks."""
         if self._vote is not None:
-            is_stopping, has_failed, requests = False, False, self._fit_call.requests
+            is_stopping, has_failed, is_save_due, requests = False, False, False, self._fit_call.requests
             if self.checkpoints is not None:
                 is_stopping, has_failed = self._fit_call.stop_request.why is not None, self.checkpoints.has_failed
+                # A save that waits for the previous one would delay training.
+                is_save_due = self._interval is not None and self._interval.is_due and not self.checkpoints.is_saving
             requests.check_max_time()
-            own = Votes(is_stopping, has_failed, requests.end_reason is not None, not is_finite)
+            own = Votes(is_stopping, has_failed, requests.end_reason is not None, not is_finite, is_save_due)
             self._vote.start([*own, *numbers])
 
     def votes(self) -> tuple[Votes, list[float]]:
@@ -220,13 +238,15 @@ class ResumableRun:
         return Votes(*sums[:count]), sums[count:]
 
     def complete_vote(self) -> bool:
-        """Wait for the vote, note whether it ends the run, and return whether any rank requests a stop (collective).
+        """Wait for the vote, note its requests, and return whether any rank requests a stop (collective).
 
         Raises:
             CheckpointError: On all ranks, if the save in progress has failed.
         """
         votes, _ = self.votes()
         self.is_ending = votes.end > 0
+        if votes.save:
+            self._fit_call.requests.is_save_requested = True
         if votes.failed_save and self.checkpoints is not None:
             self.checkpoints.wait()
         return votes.stop > 0
@@ -263,11 +283,33 @@ class ResumableRun:
             if position.consumed and self._inexact_reason is not None:
                 self._warn(self._inexact_reason)
             reporter.write("checkpoint", position)
+            begun = time.monotonic()
             content = state.collect(self._parts, self._fit_call.evaluating if is_measured else None)
             self.checkpoints.save(position.name, position.step, content, kept=kept, wait=wait)
+            if self._interval is not None and not wait:  # a save that training waits for ends the run
+                self._interval.choose(time.monotonic() - begun)
+                self._report_interval(self._interval, reporter)
             self._unreported = self.checkpoints.directory / position.name
         if wait:
             self._complete()
+
+    def _report_interval(self, interval: SaveInterval, reporter: Reporter) -> None:
+        """Write the interval to the metrics file, and to the terminal at first and after a change that matters."""
+        line, before = "", self._reported_seconds
+        if not before / _REPORTED_CHANGE < interval.seconds < before * _REPORTED_CHANGE:
+            self._reported_seconds = interval.seconds
+            line = (
+                f"a checkpoint every {interval.seconds:.3g} s: a save delays training by {interval.save_seconds:.3g} "
+                f"s, the mean time between failures is {interval.mtbf_seconds / 3600:.3g} h"
+            )
+        reporter.write(
+            "save_interval",
+            self._parts.position,
+            line,
+            interval_s=interval.seconds,
+            save_s=interval.save_seconds,
+            mtbf_s=interval.mtbf_seconds,
+        )
 
     def _warn(self, why: str) -> None:
         self._inexact_reason = None
@@ -313,17 +355,19 @@ def opened(fit_call: FitCall, options: LoopOptions, parts: Assembly, train: Data
         parts: The objects whose state a checkpoint contains.
         train: The training data.
     """
-    world, checkpoints, vote = parts.world, None, None
+    world, checkpoints, vote, interval = parts.world, None, None, None
     with contextlib.ExitStack() as stack:
         if options.checkpoint_dir is not None:
             directory, keep = options.checkpoint_dir, options.keep_checkpoints
             checkpoints = stack.enter_context(checkpoint.opened(directory, keep, world.device))
             handling = fit_call.stop_request.handling_signals(options.stop_margin, polls_scheduler=world.rank == 0)
             stack.enter_context(handling)
+            if options.node_mtbf_hours is not None and world.rank == 0:
+                interval = SaveInterval(options.node_mtbf_hours, world.num_nodes)
         skips, recovers = parts.options.skips, parts.options.recovers
         if checkpoints is not None or fit_call.limits.is_voted or skips or recovers:
             vote = stack.enter_context(StepVote(world.comm, recovers=recovers))
-        yield ResumableRun(fit_call, parts, train, checkpoints, vote)
+        yield ResumableRun(fit_call, parts, train, checkpoints, vote, interval)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mpicomm import arguments, metrics_file
-from mpicomm.arguments import FLAG, PATH, POSITIVE, TEXT
+from mpicomm.arguments import FLAG, PATH, POSITIVE, TEXT, Expected
 from mpicomm.errors import MpicommError
 from mpicomm.job import session
 from mpicomm.training import (
@@ -63,7 +63,13 @@ _EXPECTED = {
     "compile_model": FLAG,
     "deterministic": FLAG,
     "checkpoint_dir": PATH.or_none(),
-    "save_every": POSITIVE.or_none(),
+    "save_every": Expected(
+        "an integer, 'auto' or None",
+        lambda value: value is None or value == "auto" or POSITIVE.is_kind(value),
+        "a positive integer, 'auto' or None",
+        lambda value: value is None or value == "auto" or POSITIVE.is_within(value),
+    ),
+    "node_mtbf_hours": arguments.number("a positive number of hours", lambda value: value > 0).or_none(),
     "keep_checkpoints": POSITIVE,
     "log_every": POSITIVE,
     "seed": arguments.integer(),
@@ -128,7 +134,8 @@ class Trainer:
         compile_model: bool = False,
         deterministic: bool = False,
         checkpoint_dir: str | os.PathLike[str] | None = None,
-        save_every: int | None = None,
+        save_every: int | str | None = None,
+        node_mtbf_hours: float | None = None,
         keep_checkpoints: int = 3,
         log_every: int = 50,
         seed: int = 0,
@@ -185,14 +192,18 @@ class Trainer:
                 uses the GPU in this case.
             checkpoint_dir: A directory for this run only, on a file system that all hosts share. None disables
                 checkpoints.
-            save_every: Steps between checkpoints; None saves after each epoch. The end of a run is always saved.
+            save_every: Steps between checkpoints; None saves after each epoch. "auto" saves after the first step, and
+                then in the interval that loses the least time to saves and failures, by Young and Daly: from the
+                seconds by which the last saves delayed training, and node_mtbf_hours. The end of a run is always saved.
+            node_mtbf_hours: The mean time between failures of one node in hours, for save_every="auto". That of the job
+                is this divided by the number of nodes.
             keep_checkpoints: The number of checkpoints to keep.
             log_every: Steps between entries of the metrics file, `metrics.jsonl` in checkpoint_dir. Each entry costs
                 one all-reduce of three numbers, and of two for each name of `log`.
             seed: The seed of the order of samples and of all random number generators.
             num_workers: Data-loading worker processes per rank.
             on_nonfinite: "stop" ends the run at a loss that is not finite, with an error that names its samples;
-                "skip" skips such steps: the update of the parameters then waits for an all-reduce of four numbers.
+                "skip" skips such steps: the update of the parameters then waits for an all-reduce of five numbers.
             check_every: Steps between comparisons of the parameters of all ranks (DDP). None disables them.
             stop_margin: Seconds before the end of the allocation (Slurm, PBS, LSF, Flux) at which to save and exit, or
                 half of the remaining time at the start if that is less. None ignores the end of the allocation.
@@ -249,6 +260,7 @@ class Trainer:
                 f"and on_failure={on_failure!r}.\n"
                 f"Omit replicate_shards: with 'ddp' every rank has the whole model."
             )
+        _check_interval(save_every, node_mtbf_hours)
         # 2. store the options of the loops
         skips, recovers = on_nonfinite == "skip", on_failure == "recover"
         loader = LoaderOptions(batch_size, grad_accum_steps, num_workers, world.device.type != "cpu", seed)
@@ -256,6 +268,7 @@ class Trainer:
             loader=loader,
             checkpoint_dir=checkpoint_dir,
             save_every=save_every,
+            node_mtbf_hours=node_mtbf_hours,
             keep_checkpoints=keep_checkpoints,
             stop_margin=stop_margin,
             log_every=log_every,
@@ -645,6 +658,20 @@ class Trainer:
             self._recovering_calls.check_state()
         with self._callbacks.evaluating(self):
             model_file.export(self.wrapped.inner, path)
+
+
+def _check_interval(save_every: int | str | None, node_mtbf_hours: float | None) -> None:
+    if save_every == "auto" and node_mtbf_hours is None:
+        raise ValueError(
+            "save_every='auto' requires the mean time between failures of a node, got node_mtbf_hours=None.\n"
+            "Pass node_mtbf_hours, such as the node hours of past jobs divided by the number of their failures, or "
+            "pass a number of steps as save_every."
+        )
+    if save_every != "auto" and node_mtbf_hours is not None:
+        raise ValueError(
+            f"node_mtbf_hours={node_mtbf_hours} requires save_every='auto', got save_every={save_every!r}.\n"
+            f"Pass save_every='auto', or omit node_mtbf_hours."
+        )
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -195,7 +195,7 @@ class TrainingLoop:
         if options.check_every is not None and step % options.check_every == 0:
             rank_sync.check_parameters(self.parts.wrapped, step)
         self._evaluate_if_due()
-        if self._requests.is_save_requested or (options.save_every is not None and step % options.save_every == 0):
+        if self._requests.is_save_requested or options.is_step_saved(step):
             self._save()
         if self.calls is not None:
             self.calls.refresh_replicas(only_if_due=True)
@@ -267,12 +267,12 @@ class TrainingLoop:
 
     def _is_save_due(self) -> bool:
         """Return whether a checkpoint of this position would have been saved without the failure."""
-        position, save_every = self.position, self.options.save_every
+        position = self.position
         if position.name in self.parts.callbacks.kept_checkpoints():
             return True
-        if save_every is None:
+        if self.options.save_every is None:
             return position.epoch > 0 and not position.consumed and position.is_evaluated
-        return position.step > 0 and position.step % save_every == 0
+        return position.step > 0 and self.options.is_step_saved(position.step)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from mpicomm.recorder import rank_text
 from tests.cluster.running import Cluster, Flavour, places, quoted
 from tests.cluster.test_slurm import PLACE, check_places
 from tests.launching import ROOT
@@ -100,6 +102,20 @@ def test_info_lists_every_host(cluster: Cluster, flavour: Flavour) -> None:
     assert found["master_addr"] == cluster.layout.address("node3")
     assert [each["host"] for each in found["ranks"]] == ["node3", "node3", "node4", "node4"]
     assert [each["environment"]["SLURM_PROCID"] for each in found["ranks"]] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_ranks_bind_themselves_where_slurm_cannot(cluster: Cluster, flavour: Flavour) -> None:
+    """This Slurm has no plugin task/affinity."""
+    step = [flavour.python, "-m", "mpicomm", "run", "--bind", "numa", "-m", "mpicomm", "info", "--json"]
+    outcome = cluster.run("salloc", *NODES, *step)
+    assert outcome.status == 0, outcome
+    assert "--cpu-bind" not in outcome.stderr, outcome
+    cpus = [set(rank_text.parse_ranges(each["cpus"])) for each in json.loads(outcome.stdout)["ranks"]]
+    assert len(cpus) == 4, outcome
+    assert cpus[:2] == cpus[2:], outcome  # the hosts have the CPUs of this machine
+    assert all(cpus), outcome
+    assert cpus[0].isdisjoint(cpus[1]), outcome
 
 
 def test_doctor_compares_the_hosts(cluster: Cluster, open_mpi: Flavour) -> None:

@@ -63,7 +63,7 @@ WRONG: dict[str, Sequence[Any]] = {
         ([*WORDS[:-2], None, Unknown()], "strategy"),
         (POSITIVE, "min_ranks save_every check_every replicate_every max_steps eval_every limit_batches"),
         ([*POSITIVE, None], "batch_size epochs grad_accum_steps keep_checkpoints log_every"),
-        ([*SECONDS, 0], "max_grad_norm max_time"),
+        ([*SECONDS, 0], "max_grad_norm max_time node_mtbf_hours"),
         (SECONDS, "stop_margin"),
         (["0", 1.5, True, None], "seed"),
         (["0", 1.5, True, -1, None], "num_workers"),

@@ -13,10 +13,11 @@ from tests.launching import ROOT, Outcome, command_line, run_command
 
 EXAMPLES = ROOT / "examples"
 INTEGRATIONS = EXAMPLES / "integrations"  # tests/integrations runs these
-DEPENDS_ON_MPI = {"p2p.py", "collectives.py", "overlap.py"}
+DEPENDS_ON_MPI = {"p2p.py", "collectives.py", "overlap.py", "async_checkpoint.py"}
 FAILING = {"mpirun -n 4 python -m mpicomm.examples.spawn"}
 WITH_A_KILL = "mpicomm run -n 5 --spares 1 -m mpicomm.examples.trainer --dir runs/killed --kill 60"
-TRAINED = {"trainer.py", "char_lm.py", "fsdp.py"}
+TRAINED = {"trainer.py", "char_lm.py", "fsdp.py", "checkpoint_interval.py"}
+LOADING = " --load"  # the end of a command that loads the checkpoints of the command before it
 FIGURES = re.compile(r"epoch \d+:|test accuracy|held-out|rank \d holds")
 # A Gloo thread that requests the GIL while Python exits aborts the process: one run in twelve on a loaded machine.
 # bootstrap() waits for that thread at exit; a script without mpicomm must be run again.
@@ -67,6 +68,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_example_works_as_its_docstring_describes(file, command, output):
+    if command.endswith(LOADING):
+        (saving,) = [other for path, other, _ in sessions() if path == file and not other.endswith(LOADING)]
+        run_command(command_line(saving))  # in this test's directory
     outcome = run(command)
     assert outcome.status == (1 if command in FAILING or command.startswith("diff") else 0), outcome
     if command in FAILING:  # the launcher also writes to standard error

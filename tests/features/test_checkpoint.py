@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 import tempfile
 import threading
+import unittest.mock
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,6 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 import mpicomm
+from mpicomm.examples import async_checkpoint
+from mpicomm.examples.async_checkpoint import AsyncSaves
 from tests.time_limits import scaled
 
 FEATURES, BATCH = 6, 3
@@ -157,3 +160,86 @@ def test_saving_while_training(world: mpicomm.World, folder: Path, saves_on: str
         training.step()
     result_of(future)
     assert_holds(folder, expected, mesh)
+
+
+def make_replicated(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(FEATURES, 5))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.fixture
+def saves(world: mpicomm.World) -> Iterator[AsyncSaves]:
+    """Create the saves of examples/async_checkpoint.py, without their output."""
+    saves = AsyncSaves()
+    with unittest.mock.patch.object(async_checkpoint, "report"):
+        yield saves
+    world.comm.Barrier()
+    dist.destroy_process_group(saves._group)
+
+
+def test_parameters_that_change_right_after_an_asynchronous_save(
+    world: mpicomm.World, folder: Path, saves: AsyncSaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault of https://github.com/pytorch/pytorch/issues/144657: the checkpoint had the new values."""
+    may_write, write_data = threading.Event(), dcp.FileSystemWriter.write_data
+
+    def write_later(*arguments: Any) -> Any:
+        assert may_write.wait(timeout=scaled(60))
+        return write_data(*arguments)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_later)
+    mesh = DeviceMesh("cpu", list(range(world.size)))
+    training, (replicated, _) = make_training(mesh, seed=0, steps=2), make_replicated(seed=0)
+    expected, expected_weight = training.whole_state(), replicated.module.weight.detach().clone()
+    saves.start({"training": training, "replicated": replicated.module.state_dict()}, folder / "a")
+    with torch.no_grad():
+        for parameter in (*training.model.parameters(), *replicated.parameters()):
+            parameter.fill_(float("nan"))
+    for state in training.optimizer.state.values():
+        state["exp_avg_sq"].fill_(float("nan"))
+    may_write.set()
+    saves.wait()
+    assert_holds(folder / "a", expected, mesh)
+    loaded = {"weight": torch.empty(5, FEATURES)}
+    dcp.load({"replicated": loaded}, checkpoint_id=folder / "a")
+    assert torch.equal(loaded["weight"], expected_weight)
+
+
+def test_saves_beside_training_do_not_deadlock(world: mpicomm.World, folder: Path, saves: AsyncSaves) -> None:
+    """The fault of https://github.com/KempnerInstitute/KempnerForge/issues/104: a save and a barrier on one group."""
+    mesh = DeviceMesh("cpu", list(range(world.size)))
+    sharded, (model, optimizer) = make_training(mesh, seed=0, steps=1), make_replicated(seed=0)
+    for number in range(50):
+        sharded.step()  # asynchronous collectives on worker threads
+        model(torch.full((BATCH, FEATURES), 1.0 + world.rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saves.start({"training": sharded, "model": model.module.state_dict()}, folder / str(number))
+        dist.barrier()
+        if number % 10 == 0:
+            sharded.step()
+            assert sum(mpicomm.all_gather(torch.ones(1))).item() == world.size
+    saves.wait()
+    assert len([*folder.glob("*/.metadata")]) == 50
+    assert_holds(folder / "49", sharded.whole_state(), mesh)
+
+
+def test_a_failed_asynchronous_save_is_an_error_on_every_rank(
+    world: mpicomm.World, folder: Path, saves: AsyncSaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    training = make_training(DeviceMesh("cpu", list(range(world.size))), seed=0, steps=1)
+    with monkeypatch.context() as patch:
+        if world.rank == world.size - 1:
+            patch.setattr(dcp.FileSystemWriter, "write_data", fail)
+        saves.start({"training": training}, folder / "full")
+        training.step()
+        with pytest.raises(RuntimeError, match=rf"full: rank {world.size - 1}: .*No space left on device"):
+            saves.start({"training": training}, folder / "next")
+    assert not (folder / "full" / ".metadata").exists()
+    saves.start({"training": training}, folder / "next")
+    saves.wait()
+    assert (folder / "next" / ".metadata").exists()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from typing import Any
 
 import pytest
 
 from tests import other_mpis
 from tests.docs import doctor_transcript
-from tests.launching import OTHER_MPI_ENV, Outcome, run_ranks
+from tests.launching import OTHER_MPI_ENV, Outcome, run_alone, run_command, run_ranks
 
 DOCTOR = ["-m", "mpicomm", "doctor"]
+CORES = len(os.sched_getaffinity(0))
 
 
 def found_by(outcome: Outcome) -> dict[str, Any]:
@@ -52,6 +54,25 @@ def test_the_ranks_of_a_job_are_examined_together() -> None:
     of_all = {each["check"] for each in report["findings"] if each["ranks"] == [0, 1, 2, 3]}
     assert {"MPI", "versions", "CMA", "open files", "network devices", "rendezvous", "Gloo"} <= of_all
     assert outcome.status == (1 if report["status"] == "problem" else 0), outcome
+
+
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+@pytest.mark.parametrize(
+    ("env", "expected"), [({"OMP_PROC_BIND": "true"}, "problem"), ({"OMP_PROC_BIND": "false"}, None)]
+)
+def test_an_affinity_that_torch_narrows_is_found(env: dict[str, str], expected: str | None) -> None:
+    outcome = run_alone([*DOCTOR, "--json", "--no-job"], env=env)
+    assert statuses(found_by(outcome)).get("affinity") == expected, outcome
+
+
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+@pytest.mark.parametrize(
+    ("before", "mode", "expected"), [(["taskset", "--cpu-list", "1"], "none", "warning"), ([], "numa", "ok")]
+)
+def test_ranks_that_share_a_core_are_found(before: list[str], mode: str, expected: str) -> None:
+    start = [sys.executable, "-m", "mpicomm", "run", "-n", "2", "--bind", mode]
+    outcome = run_command([*before, *start, *DOCTOR, "--json"], env={"CUDA_VISIBLE_DEVICES": ""})
+    assert statuses(found_by(outcome))["binding"] == expected, outcome
 
 
 @other_mpis.each_launcher

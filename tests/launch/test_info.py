@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from mpicomm import job_info
+from mpicomm.cli import info
 from mpicomm.job import interfaces
 from mpicomm.settings import Settings
 from tests import nodes
 from tests.launching import Outcome, run_alone, run_command, run_ranks
+from tests.machine_files import processors, write
 
 INFO = ["-m", "mpicomm", "info"]
 
@@ -93,7 +95,7 @@ def test_without_an_mpi_the_remedy_is_printed() -> None:
 
 def test_software_that_differs_is_shown_with_its_ranks() -> None:
     def having(rank: int, torch: str) -> job_info.JobInfo:
-        return job_info.JobInfo(rank, "h", 0, rank, "cpu", "", "", "0", "0", {"torch": torch, "MPI": "a"}, {})
+        return job_info.JobInfo(rank, "h", 0, rank, "cpu", "", "", "0", "0", "", {"torch": torch, "MPI": "a"}, {})
 
     found = job_info.differences([having(0, "2.13"), having(1, "2.12"), having(2, "2.13")])
     assert found == {"torch": {"2.13": [0, 2], "2.12": [1]}, "MPI": {"a": [0, 1, 2]}}
@@ -110,12 +112,21 @@ def test_the_code_that_reduces_in_shared_memory_is_shown(settings: Settings, exp
     assert job_info._shared_memory(settings) == expected
 
 
+def test_the_row_of_a_rank_on_a_gpu() -> None:
+    ranks = [
+        job_info.JobInfo(0, "h", 0, 0, "cuda:0", "A100", "GPU-a", "24-31, 56-63", "3", "3", {}, {}),
+        job_info.JobInfo(1, "h", 0, 1, "cuda:1", "A100", "GPU-b", "16-23, 48-55", "2", "", {}, {}),
+    ]
+    table = info._ranks(ranks)
+    shown = {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
+    assert shown["processors"] == ["24-31, 56-63", "16-23, 48-55"]
+    assert (shown["NUMA"], shown["NUMA of GPU"]) == (["3", "2"], ["3", "-"])
+
+
 @pytest.mark.parametrize(("cpus", "numa"), [([0], [0]), ([5, 8], [0, 1]), ([12], [1]), ([99], [])])
 def test_numa_nodes_are_those_of_the_processors(tmp_path: Path, cpus: list[int], numa: list[int]) -> None:
-    for node, text in enumerate(["0-3,5\n", "8-11,12\n", "\n"]):
-        (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}" / "cpulist").write_text(text)
-    assert job_info.numa_nodes(cpus, tmp_path) == numa
+    root = write(processors("0-3,5", "8-11,12", "", cores=0), tmp_path)
+    assert job_info.numa_nodes(cpus, root) == numa
 
 
 def test_the_interface_towards_an_address() -> None:

@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -78,6 +78,59 @@ def test_the_number_of_ranks_is_that_of_the_cores(script: str) -> None:
     cores = len({path.read_text() for path in siblings})
     assert outcome.stdout.count(f" of {cores}, ") == outcome.stdout.count("['-n', '99']") == cores, outcome
     assert f"If it is meant for mpicomm run:\n  mpicomm run -n 99 {script}\n" in outcome.stderr, outcome
+
+
+BINDING = """
+import os
+cpus = sorted(os.sched_getaffinity(0))
+import torch
+line = f"{cpus} {sorted(os.sched_getaffinity(0))} {os.environ['OMP_NUM_THREADS']} {torch.get_num_threads()}\\n"
+os.write(1, line.encode())
+"""
+
+
+@pytest.mark.each_mpi
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+@pytest.mark.parametrize("mode", ["auto", "cores", "numa"])
+def test_no_two_ranks_are_bound_to_a_core(mode: str) -> None:
+    Path("binding.py").write_text(BINDING)
+    outcome = run(["-n", "2", "--bind", mode, "binding.py"], env={"CUDA_VISIBLE_DEVICES": ""})
+    assert outcome.status == 0, outcome
+    half = CORES // 2
+    first, second = (list(range(start, start + half)) for start in (0, half))
+    expected = [f"{cpus} {cpus} {half} {half}" for cpus in (first, second)]
+    assert sorted(outcome.stdout.splitlines()) == expected, outcome
+
+
+@pytest.mark.each_mpi
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+@pytest.mark.parametrize("means", ["taskset", "cgroup"])
+def test_ranks_are_bound_within_the_cpus_of_the_job(means: str, request: pytest.FixtureRequest) -> None:
+    confined = ["taskset", "--cpu-list", "1"] if means == "taskset" else request.getfixturevalue("in_cgroup_of_cpu_1")
+    Path("binding.py").write_text(BINDING)
+    command = [*confined, sys.executable, "-m", "mpicomm", "run", "--bind", "cores"]
+    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": ""}
+    outcome = run_command([*command, "-n", "1", "binding.py"], env=env)
+    assert outcome.stdout.startswith("[1] [1] "), outcome
+    refused = run_command([*command, "-n", "2", "binding.py"], env=env)
+    assert refused.status == 2, refused
+    assert "--bind cores: 2 ranks need as many cores, but a host has 1 for them" in refused.stderr
+
+
+@pytest.fixture
+def in_cgroup_of_cpu_1() -> Iterator[list[str]]:
+    """Return the words before a command that run it in a control group with CPU 1 alone."""
+    directory = Path(f"/sys/fs/cgroup/cpuset/mpicomm-{os.getpid()}")
+    try:
+        directory.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        for name, value in (("cpuset.cpus", "1"), ("cpuset.mems", "0")):
+            (directory / name).write_text(value)
+        yield ["sh", "-c", f'echo $$ > {directory}/tasks && exec "$@"', "sh"]
+    finally:
+        directory.rmdir()
 
 
 @pytest.mark.each_mpi

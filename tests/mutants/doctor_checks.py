@@ -84,8 +84,8 @@ MUTANTS = [
     ),
     Mutant(
         "_check_binding",
-        old="len(ranks) <= len(cpus)",
-        new="len(ranks) < len(cpus)",
+        old="len(ranks) <= cores",
+        new="len(ranks) < cores",
         fault="The doctor reports ranks with one CPU each as bound to the same CPUs.",
         tests="tests/unit/test_doctor.py -k binding",
     ),

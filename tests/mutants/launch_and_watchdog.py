@@ -59,14 +59,15 @@ MUTANTS = [
     ),
     Mutant(
         "commands._last_words",
-        old="(*request.launcher_arguments, *request.rank_command(machine.python, by_srun=by_srun))",
-        new="request.rank_command(machine.python, by_srun=by_srun)",
+        old="(*request.launcher_arguments, *command)",
+        new="command",
         fault="mpiexec and srun do not get the arguments of --launcher-arg.",
         tests="tests/unit/test_launch_commands.py -k arguments_of_the_user",
     ),
     Mutant(
         "commands.flux_run",
-        old="options += request.launcher_arguments",
+        old="[*bound.options, *request.launcher_arguments]",
+        new="bound.options",
         fault="flux run does not get the arguments of --launcher-arg.",
         tests="tests/unit/test_launch_commands.py -k arguments_of_the_user",
     ),

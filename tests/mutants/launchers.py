@@ -25,8 +25,8 @@ MUTANTS = [
     ),
     Mutant(
         "commands.mpiexec",
-        old="{**mpi.default_environ, **environment.for_ranks(_without_threads_for_one(environ, place), threads)}",
-        new="{**environment.for_ranks(_without_threads_for_one(environ, place), threads), **mpi.default_environ}",
+        old="{**mpi.default_environ, **ranks_environ}",
+        new="{**ranks_environ, **mpi.default_environ}",
         fault="The user's PALS_PMI is replaced.",
         tests=_LINES,
     ),

@@ -1259,4 +1259,48 @@ synchronize()
         fault="In the restored state of a callback, all tensors are the first one.",
         tests="tests/unit/test_newest_state.py -k keep_their_tensors",
     ),
+    # -- the interval of checkpoints ------------------------------------------------------------------------
+    Mutant(
+        "save_interval.optimal_seconds",
+        old="math.sqrt(ratio) / 3",
+        new="math.sqrt(ratio)",
+        fault="Daly's correction of the interval of save_every='auto' is three times too large.",
+        tests="tests/unit/test_save_interval.py",
+    ),
+    Mutant(
+        "SaveInterval.__init__",
+        old="3600 * node_mtbf_hours / num_nodes",
+        new="3600 * node_mtbf_hours",
+        fault="With save_every='auto' a job of many nodes is expected to fail as rarely as one node.",
+        tests="tests/unit/test_save_interval.py",
+    ),
+    Mutant(
+        "SaveInterval.choose",
+        old="statistics.fmean(self._delays)",
+        new="delay_seconds",
+        fault="One slow save triples the interval of save_every='auto'.",
+        tests="tests/unit/test_save_interval.py",
+    ),
+    Mutant(
+        "ResumableRun.start_vote",
+        old="not self.checkpoints.is_saving",
+        new="True",
+        fault="A save of save_every='auto' starts while the previous one is written, and training waits for it.",
+        tests="tests/training/test_automatic_saves.py -k previous_one",
+        ranks=2,
+    ),
+    Mutant(
+        "ResumableRun.complete_vote",
+        old="""
+if votes.save:
+    self._fit_call.requests.is_save_requested = True
+""",
+        new="""
+if self._interval is not None and self._interval.is_due:
+    self._fit_call.requests.is_save_requested = True
+""",
+        fault="With save_every='auto' rank 0 saves by its clock, and the other ranks do not save.",
+        tests="tests/training/test_automatic_saves.py -k all_ranks_save",
+        ranks=2,
+    ),
 ]

@@ -115,6 +115,14 @@ def test_the_container_engine_takes_mounts_from_its_file() -> None:
         dataclasses.replace(CONTAINERS["ce"], binds=BINDS).srun_options()
 
 
+def test_a_rank_binds_itself_in_the_container() -> None:
+    """The wrappers of a program run by the python of the image."""
+    request = Request(PROGRAM, container=CONTAINERS["apptainer"], bind="gpu", log_dir="/work/logs")
+    command = request.rank_command(MACHINE.python, binds_in=4)
+    wrappers = "python -m mpicomm.rank_log /work/logs 0 python -m mpicomm.rank_binding gpu 4 python train.py"
+    assert shlex.join(command) == f"apptainer exec --bind /work /i/a.sif {wrappers}"
+
+
 @pytest.mark.parametrize("components", [1, 2])
 def test_srun_gets_the_options_before_the_program(components: int) -> None:
     request = Request(PROGRAM, container=CONTAINERS["pyxis"], log_dir="logs")

@@ -232,6 +232,8 @@ def test_limits(changes: dict[str, object], expected: list[object], shown: str) 
 
 # -- network, processors and GPUs --------------------------------------------------------------------------------------
 
+NARROWED = {"cpus_before_torch": tuple(range(8)), "cpus": (0,), "cores": 1, "job_cores": 8, "omp": "1"}
+ONE_CORE = {"cpus": (3,), "cores": 1, "job_cores": 8}
 LO, ETH, DOCKER = ("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("docker0", "172.17.0.1")
 
 
@@ -263,8 +265,29 @@ def test_the_network(changes: dict[str, object], expected: list[object], shown: 
         ({"local_size": 4}, [("threads", "warning")], "export OMP_NUM_THREADS=2"),
         ({"omp": "4", "quota": 2}, [("threads", "problem"), ("CPU limit", "warning")], "may use 2 CPUs at a time"),
         ({"cpus": (3,), "cores": 1, "local_size": 8}, [], "CPUs 3 of 8"),
+        # an import of torch that narrows the affinity
+        ({"cpus_before_torch": tuple(range(8))}, [], ""),
+        ({**NARROWED, "openmp": {"OMP_PROC_BIND": "true"}}, [("affinity", "problem")],
+         "threads except OpenMP's share these\nunset OMP_PROC_BIND\n"),
+        ({**NARROWED, "openmp": {"OMP_PROC_BIND": "true"}}, [("affinity", "problem")], "to 0, by OMP_PROC_BIND=true:"),
+        (NARROWED, [("affinity", "problem")], "from CPUs 0-7 to 0: DataLoader workers"),
+        (NARROWED, [("affinity", "problem")], "\nRestore it after the import: os.sched_setaffinity(0, cpus)"),
+        # OpenMP's lists of CPUs
+        ({"openmp": {"GOMP_CPU_AFFINITY": "0-3"}, "local_size": 2, "omp": "4"}, [("affinity", "warning")],
+         "GOMP_CPU_AFFINITY=0-3 binds the threads of all 2 ranks on this host to the same CPUs\nunset GOMP_CPU_AFF"),
+        ({"openmp": {"KMP_AFFINITY": "explicit,proclist=[0-3]"}, "local_size": 2, "omp": "4"},
+         [("affinity", "warning")], "unset KMP_AFFINITY"),
+        ({"openmp": {"KMP_AFFINITY": "compact"}, "local_size": 2, "omp": "4"}, [], ""),
+        ({"openmp": {"GOMP_CPU_AFFINITY": "0-3"}}, [], ""),
+        # one core for a rank with several threads
+        ({**ONE_CORE, "local_size": 2}, [("affinity", "warning")], "but its job may use 4 for each rank on this host"),
+        ({**ONE_CORE, "local_size": 8}, [], ""),
+        ({**ONE_CORE, "local_size": 2, "omp": "1"}, [], ""),
+        ({**ONE_CORE, "local_size": 2, "omp": "4"}, [("threads", "problem")],
+         "`srun --cpus-per-task=4`, `mpirun --map-by ppr:2:node:PE=4`; or: export OMP_NUM_THREADS=1"),
+        ({**ONE_CORE, "local_size": 8, "omp": "4"}, [("threads", "problem")], "Unset it, and start with `mpicomm run`"),
     ],
-)
+)  # fmt: skip
 def test_the_processors(changes: dict[str, object], expected: list[object], shown: str) -> None:
     expect(processor_check.check(dataclasses.replace(PROCESSORS, **changes)), expected, shown)  # type: ignore[arg-type]
 
@@ -459,6 +482,32 @@ def test_the_binding_of_the_ranks_of_a_host(
         dataclasses.replace(each, processors=ProcessorFacts(own, len(own), of_host, None, omp, len(cpus)))
         for each, own in zip(ranks(*["a"] * len(cpus)), cpus, strict=True)
     ]
+    expect(job_check.check(facts), expected, shown)
+
+
+@pytest.mark.parametrize(
+    ("cores", "job_cores", "expected", "shown"),
+    [
+        ([(0, 1), (2, 3)], 4, [], "a CPU for each of 2 ranks"),
+        ([(0, 1, 2), (2, 3)], 4, [("binding", "warning")], "on a are bound to different CPUs, but share core 2, and"),
+        ([(0, 1, 2, 3), (2, 3), (2, 3)], 4, [("binding", "warning")], "ranks 0-2 on a are bound"),
+        ([(0, 1, 2, 3), (2, 3), (2, 3)], 4, [("binding", "warning")], "but share cores 2, 3, and wait"),
+        # hardware threads: CPU 8 is that of core 0
+        ([(0,), (8,)], 4, [("binding", "warning")], "share core 0"),
+        # all ranks on the cores of one task, and unbound ranks
+        ([(0, 1), (0, 1)], 4, [("binding", "warning")], "same CPUs, 0, 1 of 16, although the job may use 4"),
+        ([(0, 1), (0, 1)], 2, [], "a CPU for each of 2 ranks"),
+        ([(0, 1), (0, 1), (2, 3), (2, 3)], 4, [], "a CPU for each of 4 ranks"),  # each pair in a NUMA node
+    ],
+)  # fmt: skip
+def test_ranks_that_share_cores(
+    cores: list[tuple[int, ...]], job_cores: int, expected: list[object], shown: str
+) -> None:
+    facts = []
+    for each, cpus in zip(ranks(*["a"] * len(cores)), cores, strict=True):
+        numbers = tuple(cpu % 8 for cpu in cpus)
+        own = ProcessorFacts(cpus, len(cpus), 16, None, "1", len(cores), numbers, job_cores)
+        facts.append(dataclasses.replace(each, processors=own))
     expect(job_check.check(facts), expected, shown)
 
 

@@ -104,7 +104,10 @@ def test_a_template_for_kubernetes(write, capsys: pytest.CaptureFixture[str]) ->
 
 WRONG = [
     ("a\n{{ nodes }}", "user.j2:2: unknown name nodes; did you mean job.nodes?"),
-    ("{{ job.xyzzy }}", "user.j2:1: unknown name xyzzy; expected one of job.account, job.array, job.caches, "),
+    (
+        "{{ job.xyzzy }}",
+        "user.j2:1: unknown name xyzzy; expected one of job.account, job.array, job.bind, job.caches, ",
+    ),
     ("{{ job.title.nodes }}", "user.j2:1: 'str object' has no attribute 'nodes'; correct this line of the template"),
     (
         "\n\n{{ job.mem }}",

@@ -276,6 +276,14 @@ def test_consequences_of_options() -> None:
 
 
 @each_scheduler
+def test_the_binding_is_passed_to_mpicomm_run(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, scheduler, "--bind", "gpu", "--env", "A=1", "--", "python", "train.py")
+    start = next(line for line in text.splitlines() if line.startswith("python -m mpicomm run"))
+    assert " --bind gpu --env A -- " in start
+    assert "--bind" not in script(job(scheduler))
+
+
+@each_scheduler
 def test_ranks_start_with_the_mpi_of_their_python(scheduler: str) -> None:
     text = script(job(scheduler, "/opt/env/bin/python3.12", "train.py"))
     assert re.search(r"\n/opt/env/bin/python3.12 -m mpicomm run .*\\\n    /opt/env/bin/python3.12 train.py\n", text)
@@ -462,6 +470,11 @@ REFUSED = [
     ("slurm", "torchrun", "torchrun needs a program"),
     ("slurm", "torchrun --nnodes=2 x.py", "the script passes --nnodes=2 to torchrun, from --nodes"),
     ("pbs", "torchrun --nproc_per_node 2 x.py", "the script passes --nproc_per_node to torchrun"),
+    (
+        "slurm --bind gpu",
+        "torchrun x.py",
+        "--bind is an option of `mpicomm run`, and torchrun starts the ranks; use --",
+    ),
     ("slurm --requeue", "torchrun x.py", "--requeue does not work with torchrun, which runs without MPI and turns"),
 ]
 

@@ -24,89 +24,13 @@ from mpicomm.launch.allocation import Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Request, Start
 from mpicomm.launch.visible_devices import AMD, ASCEND, GAUDI, INTEL, NVIDIA
-
-# -- trees of files ----------------------------------------------------------------------------------------------------
-
-Files = dict[str, str]
-"""The contents of files by path; a path that ends with `/` is a directory."""
-
-
-def nvidia(gpus: int, mig: Mapping[int, int] | None = None) -> Files:
-    """Return the files of NVIDIA's driver.
-
-    Args:
-        mig: For a GPU its number of MIG devices.
-    """
-    files = dict.fromkeys(["dev/nvidiactl", "dev/nvidia-uvm", *(f"dev/nvidia{gpu}" for gpu in range(gpus))], "")
-    for gpu, instances in (mig or {}).items():
-        capabilities = f"proc/driver/nvidia/capabilities/gpu{gpu}/mig"
-        files |= {f"{capabilities}/gi{7 + index}/ci0/access": "DeviceFileMinor: 30\n" for index in range(instances)}
-    return files
-
-
-def kfd_node(number: int, **properties: int) -> Files:
-    """Return the files of a node of amdkfd's topology, and its render device."""
-    text = "".join(f"{name} {value}\n" for name, value in properties.items())
-    node = f"sys/class/kfd/kfd/topology/nodes/{number}"
-    files = {f"{node}/gpu_id": f"{51140 * bool(properties['simd_count'])}\n", f"{node}/properties": text}
-    minor = properties["drm_render_minor"]
-    return files | ({f"dev/dri/renderD{minor}": ""} if minor > 0 else {})
-
-
-def amd(gpus: int, sockets: int = 1) -> Files:
-    """Return the files of amdkfd: a node per NUMA domain of the processor, then a node per GPU."""
-    files: Files = {"dev/kfd": ""}
-    for node in range(sockets):
-        files |= kfd_node(node, cpu_cores_count=64, simd_count=0, drm_render_minor=0, unique_id=0)
-    for gpu in range(gpus):
-        properties = {"cpu_cores_count": 0, "simd_count": 440, "drm_render_minor": 128 + gpu, "unique_id": 900 + gpu}
-        files |= kfd_node(sockets + gpu, **properties)
-    return files
-
-
-def intel(gpus: int, tiles: int = 0, *, driver: str = "i915", integrated: bool = False) -> Files:
-    """Return the files of Intel's GPUs, of which an integrated one is the first.
-
-    Args:
-        tiles: Number of tiles of each discrete GPU.
-    """
-    files: Files = {"sys/class/drm/version": "drm 1.1.0 20060810\n", "sys/class/drm/card0-DP-1/": ""}
-    for index in range(gpus):
-        card, minor = f"sys/class/drm/card{index}", 128 + index
-        address = "0000:00:02.0" if integrated and index == 0 else f"0000:{0x18 + index:02x}:00.0"
-        files |= {
-            f"{card}/device/vendor": "0x8086\n",
-            f"{card}/device/uevent": f"DRIVER={driver}\nPCI_SLOT_NAME={address}\n",
-            f"{card}/device/drm/renderD{minor}/": "",
-            f"dev/dri/renderD{minor}": "",
-        }
-        numbers = range(tiles)
-        if driver == "xe":  # each tile has a GT for media, too
-            files |= {f"{card}/device/tile{tile}/gt{gt}/": "" for tile in numbers for gt in (2 * tile, 2 * tile + 1)}
-        else:
-            files |= {f"{card}/gt/gt{tile}/": "" for tile in numbers}
-    return files
-
-
-def ascend(npus: int) -> Files:
-    return dict.fromkeys(["dev/davinci_manager", *(f"dev/davinci{npu}" for npu in range(npus))], "")
-
-
-def accel(count: int, vendor: str) -> Files:
-    """Return the files of the kernel's subsystem of compute accelerators."""
-    files = {f"dev/accel/accel{index}": "" for index in range(count)}
-    return files | {f"sys/class/accel/accel{index}/device/vendor": f"{vendor}\n" for index in range(count)}
+from tests.machine_files import Files, accel, amd, ascend, intel, kfd_node, nvidia, write
 
 
 @pytest.fixture
 def root(tmp_path: Path, files: Files) -> Path:
     """Return the root of a tree with these files."""
-    for name, text in files.items():
-        path = tmp_path / name
-        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
-        if not name.endswith("/"):
-            path.write_text(text)
-    return tmp_path
+    return write(files, tmp_path)
 
 
 # -- machines ----------------------------------------------------------------------------------------------------------
@@ -274,7 +198,7 @@ def test_the_kernels_files_show_the_devices(root: Path, expected: tuple[str | No
     assert counting.count({}, root) == Accelerators(*expected)
 
 
-@pytest.mark.parametrize("files", [amd(1)])
+@pytest.mark.parametrize("files", [amd(1), nvidia(1)])
 def test_a_device_that_this_user_may_not_open_is_not_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda _path, mode: mode == os.R_OK)
     assert counting.count({}, root) == NO_ACCELERATOR
@@ -333,7 +257,27 @@ FOUR, MIG_AND_TWO = (0, 0, 0, 0), (7, 0, 0)
 def test_a_variable_selects_devices_by_the_rules_of_its_vendor(
     vendor: str, partitions: tuple[int, ...], environ: dict[str, str], expected: int
 ) -> None:
-    assert visible_devices.count(vendor, environ, partitions) == expected
+    assert len(visible_devices.selected(vendor, environ, partitions)) == expected
+
+
+@pytest.mark.parametrize(
+    ("vendor", "partitions", "environ", "expected"),
+    [
+        (NVIDIA, FOUR, {}, [0, 1, 2, 3]),
+        (NVIDIA, FOUR, {"CUDA_VISIBLE_DEVICES": "3,GPU-5,1"}, [3, None, 1]),
+        (NVIDIA, MIG_AND_TWO, {"CUDA_VISIBLE_DEVICES": "MIG-a"}, [None]),
+        (NVIDIA, (0, 7), {"CUDA_VISIBLE_DEVICES": "1"}, [1]),
+        (AMD, FOUR, {"ROCR_VISIBLE_DEVICES": "3,1,2", "HIP_VISIBLE_DEVICES": "2,0"}, [2, 3]),
+        (INTEL, (2, 2, 2), {}, [0, 0, 1, 1, 2, 2]),
+        (INTEL, (2, 2, 2), {"ZE_AFFINITY_MASK": "5,2"}, [1, 2]),  # Level Zero keeps the order of the devices
+        (INTEL, (2, 2, 2), {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_AFFINITY_MASK": "2.1,0"}, [0, 2]),
+        (GAUDI, FOUR, {"HABANA_VISIBLE_MODULES": "2"}, [2]),
+    ],
+)
+def test_which_devices_a_variable_selects(
+    vendor: str, partitions: tuple[int, ...], environ: dict[str, str], expected: list[int | None]
+) -> None:
+    assert visible_devices.selected(vendor, environ, partitions) == expected
 
 
 @pytest.mark.parametrize("files", [{}])

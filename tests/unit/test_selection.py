@@ -180,6 +180,23 @@ GOLDEN: list[tuple[Library, str, dict[str, str], str, str]] = [  # library, PATH
         "OMP_NUM_THREADS=7 SLURM_EXPORT_ENV=ALL THP_MEM_ALLOC_ENABLE=1 ibrun -n 4 -o 0 python train.py",
     ),
     (
+        INTEL,  # the ranks bind themselves
+        "tacc",
+        SLURM,
+        "--bind numa train.py",
+        "THP_MEM_ALLOC_ENABLE=1 ibrun python -m mpicomm.rank_binding numa 4 python train.py",
+    ),
+    (
+        CRAY,
+        "pals",
+        PBS,
+        "-n 8 --bind numa train.py",
+        (
+            "PALS_CPU_BIND=none THP_MEM_ALLOC_ENABLE=1 pals/mpiexec -n 8 --ppn 4 --hostfile nodes "
+            "--no-abort-on-failure python -m mpicomm.rank_binding numa 4 python train.py"
+        ),
+    ),
+    (
         WHEEL,  # ibrun starts ranks of the site's MPI only
         "tacc:slurm",
         SLURM,
@@ -254,6 +271,7 @@ REFUSED: list[tuple[Library, str, dict[str, str], str, str]] = [
     (OPEN_MPI, "slurm", SLURM, "--launcher srun", "srun has no PMI for Open MPI 5.0.11, /opt/openmpi/lib/libmpi.so.40"),
     (INTEL, "tacc", SLURM, "-n 9", "at most the 8 tasks of this Slurm job, got -n 9.\nRequest 9 tasks"),
     (INTEL, "tacc", SLURM, "--tag-output", "Write a file for each rank (--log-dir DIR)"),
+    (INTEL, "tacc", SLURM, "--bind none", "ibrun has no option for it, and binds the ranks itself.\nOmit --bind"),
     (INTEL, "tacc", SLURM, "--nnodes 1", "do not work in a Slurm job of ibrun, where the scheduler selects the hosts"),
     (MPICH, "pals", {}, "--launcher x", "invalid choice: 'x'"),
     (

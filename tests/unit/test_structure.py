@@ -26,6 +26,7 @@ LAYERS = {
     "json_messages": 1,
     "metrics_file": 0,
     "rank_log": 0,
+    "rank_binding": 2,
     "launch": 0,
     "mpi": 2,
     "terminal": 1,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 
 from mpicomm.errors import LaunchError
-from mpicomm.launch import environment, known_launchers
+from mpicomm.launch import binding, environment, known_launchers
 from mpicomm.launch.containers import RUNTIMES
 from mpicomm.launch.jobscript import options, quoting
 from mpicomm.launch.jobscript.options import Option, check_choice, flag, option, program_name
@@ -56,6 +56,7 @@ class JobSpec:
     ranks_per_node: int = option("ranks (default: one per GPU of the node, or 1)", "N", default=1, least=1)
     gpus_per_node: int = option("GPUs (default: %(default)s)", "N", default=0, least=0)
     cpus_per_rank: int = option("cores and threads (default: %(default)s)", "N", default=1, least=1)
+    bind: str | None = option("cores of each rank, see `mpicomm run --bind`", choices=binding.MODES)
     mem: str | None = option("memory per node", "4G", options.MEMORY, only=_NO_MEMORY)
     mem_per_cpu: str | None = option("memory per core", "4G", options.MEMORY, only=_NO_MEMORY)
     mem_per_gpu: str | None = option("memory of the node per GPU", "4G", options.MEMORY, only=_NO_MEMORY)
@@ -366,6 +367,8 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
         )
     if spec.launcher:
         raise ValueError("--launcher does not work with torchrun, which starts the ranks of each node; remove it")
+    if spec.bind:
+        raise ValueError("--bind is an option of `mpicomm run`, and torchrun starts the ranks; use -- python train.py")
     for field in ("requeue", "signal"):
         if getattr(spec, field):
             raise ValueError(
