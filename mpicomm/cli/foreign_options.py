@@ -19,7 +19,8 @@ FOREIGN = {
 """Options of mpirun, srun and torchrun by their names there, and the option of `mpicomm run` for each."""
 
 _OURS = ("--no-env", "--launcher", LAUNCHER_ARGUMENT, "--log-dir", "--max-restarts", "--grace-period", "--spares")
-_WITH_VALUE = (RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, *_OURS)
+_CONTAINER = ("--container", "--container-runtime", "--container-bind")
+_WITH_VALUE = (RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, *_OURS, *_CONTAINER)
 BIND = "--bind"
 _OF_PROGRAMS_TOO = ("--nnodes", "--node-rank", "--master-addr", "--master-port", BIND)
 """Options with a value that programs may have, too: behind a program they are its own."""

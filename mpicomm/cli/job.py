@@ -21,6 +21,7 @@ _GROUPS = {
     "name": "name, queue and account",
     "output": "output",
     "chdir": "environment of the ranks",
+    "container": "container of the ranks",
     "signal": "exit before the time limit",
 }
 """The groups of options in the help, by the first field of each."""

@@ -19,8 +19,19 @@ from mpicomm.cli.console import print_message
 from mpicomm.cli.supervisor import End, Supervisor
 from mpicomm.devices import counting, locality
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, binding, commands, environment, mpi_operator, node_range, queries, selection
+from mpicomm.launch import (
+    allocation,
+    binding,
+    commands,
+    containers,
+    environment,
+    mpi_operator,
+    node_range,
+    queries,
+    selection,
+)
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
+from mpicomm.launch.containers import Bind, Container
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Request, Start
 from mpicomm.settings import PREFIX
@@ -47,7 +58,8 @@ def build(request: Request, environ: Mapping[str, str]) -> Start:
     """
     start = _build(request, {**environment.without(environ, request.excluded), **request.variables})
     hidden = frozenset(name for name in request.variables if not name.startswith(PREFIX))
-    return dataclasses.replace(start, environ={**start.environ, **request.variables}, hidden=hidden)
+    of_container = request.container.runtime.environ if request.container else {}
+    return dataclasses.replace(start, environ={**of_container, **start.environ, **request.variables}, hidden=hidden)
 
 
 def _build(request: Request, environ: Mapping[str, str]) -> Start:
@@ -78,6 +90,8 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     wanted = library.launchers_of_pals if launcher == selection.PALS else None
     executable, described = queries.mpiexec(library, environ.get("PATH", ""), wanted)
     agent = _agent(job, environ) if isinstance(job, HostAllocation) else None
+    if launcher == selection.MPIEXEC:
+        _refuse_hosts_from_container(request, job, agent, environ)
     return commands.mpiexec(request, machine, library, executable, environ, job=job, agent=agent, launcher=described)
 
 
@@ -157,7 +171,7 @@ def try_on_hosts(
 
 def _unlogged(request: Request, program: tuple[str, ...]) -> Request:
     """Return the request with a program of this command in place of the user's."""
-    return dataclasses.replace(request, program=program, log_dir=None, tag_output=False, bind=None)
+    return dataclasses.replace(request, program=program, log_dir=None, tag_output=False, bind=None, container=None)
 
 
 def _try_on_host(request: Request, host: Host, environ: Mapping[str, str], *, is_step: bool) -> str:
@@ -221,6 +235,52 @@ def execute(start: Start, command: str, grace: float = GRACE_SECONDS) -> End:
     return Supervisor(command, start, grace).run()
 
 
+def container(
+    image: str,
+    runtime: str | None,
+    binds: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    log_dir: str | None,
+    may_use_srun: bool,
+) -> Container:
+    """Return the container of each rank, with a runtime of this host.
+
+    Args:
+        runtime: The runtime that the user requests; None for one that is made for the image.
+        binds: Paths of this host in the form of `--container-bind`.
+        log_dir: The directory to which the ranks write their logs.
+        may_use_srun: Whether srun starts the ranks if this is a Slurm job.
+
+    Raises:
+        LaunchError: If the image or a path does not exist, or if no runtime can start it.
+    """
+    if containers.is_file(image):
+        if not Path(image).exists():
+            raise LaunchError(f"--container {image}: the image does not exist in {Path.cwd()}.\nCorrect the path.")
+        image = str(Path(image).resolve())
+    parsed = [Bind.parse(text) for text in binds]
+    for bind in parsed:
+        if not Path(bind.source).exists():
+            raise LaunchError(f"--container-bind {bind.joined()}: {bind.source} does not exist.\nCorrect the path.")
+    installed = queries.container_commands(environ.get("PATH", ""))
+    by_srun = may_use_srun and bool(environ.get("SLURM_JOB_ID"))
+    selected = containers.select(runtime, image, installed, by_srun=by_srun)
+    containers.refuse_separation(selected, environ)
+    if log_dir is not None and not Path(log_dir).absolute().is_relative_to(Path.cwd()):
+        parsed.append(Bind.parse(log_dir))
+    directory = Bind.parse(str(Path.cwd())).source
+    return Container(
+        selected,
+        installed[selected.name],
+        image,
+        directory,
+        tuple(parsed),
+        gpu_vendor=counting.count(environ).vendor,
+        has_other_tmp=containers.has_other_tmp(environ),
+    )
+
+
 # -- this host ---------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +311,24 @@ def _has_ibrun(library: Library, environ: Mapping[str, str]) -> bool:
     """Return whether this is a site with ibrun, and mpi4py loads an MPI of the site: ibrun does not know other ones."""
     is_of_site = not Path(library.path or sys.prefix).is_relative_to(sys.prefix)
     return is_of_site and shutil.which("ibrun", path=environ.get("PATH")) is not None
+
+
+def _refuse_hosts_from_container(
+    request: Request, job: Allocation | None, agent: str | None, environ: Mapping[str, str]
+) -> None:
+    """Refuse to start ranks on other hosts from a container without the command that reaches them."""
+    container = containers.running_in(environ)
+    nodes, command = len(request.hosts), "ssh"
+    if not request.hosts and isinstance(job, HostAllocation):
+        nodes = len(job.hosts)
+    elif not request.hosts and isinstance(job, SlurmAllocation):
+        nodes, command = job.nodes, "srun"  # mpiexec starts its daemons with it
+    if container and nodes > 1 and agent is None and not shutil.which(command, path=environ.get("PATH")):
+        raise LaunchError(
+            f"mpicomm run is in a container ({container}) without {command}, and cannot start ranks on {nodes} hosts.\n"
+            f"Start it outside the container, and the ranks inside:\n"
+            f"  mpicomm run --container IMAGE train.py"
+        )
 
 
 def _with_processors(machine: Machine, request: Request, environ: Mapping[str, str]) -> Machine:

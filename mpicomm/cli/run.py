@@ -21,6 +21,7 @@ from mpicomm.cli.console import failed, print_message
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import allocation, binding, environment, request, selection
 from mpicomm.launch.allocation import Host
+from mpicomm.launch.containers import PYTHON, RUNTIMES, Container
 from mpicomm.launch.node_range import NodeRange
 from mpicomm.launch.request import Node, Request
 from mpicomm.settings import SPARES
@@ -67,6 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=[],
         help="pass this variable to the ranks on all hosts; repeat for more",
     )
+    _add_container_options(parser)
     parser.add_argument(
         "--launcher",
         choices=selection.LAUNCHERS,
@@ -163,6 +165,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.translate = functools.partial(_translated, parser)
 
 
+def _add_container_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--container", metavar="IMAGE", help="run each rank in a container of this image, with its python and its MPI"
+    )
+    parser.add_argument(
+        "--container-runtime",
+        choices=tuple(RUNTIMES),
+        help="runtime of the containers (default: an installed one that is made for the image)",
+    )
+    parser.add_argument(
+        "--container-bind",
+        metavar="PATH[:TARGET[:ro]]",
+        action="append",
+        default=[],
+        help="make a path of the hosts visible in the containers, as the working directory is; repeat for more",
+    )
+
+
 def _translated(parser: Parser, line: Sequence[str]) -> list[str]:
     """Replace the options of horovodrun after `--horovod`, and print the equivalents."""
     try:
@@ -205,19 +225,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _request(arguments: argparse.Namespace) -> Request:
-    program = request.program(arguments.words, arguments.module, sys.executable)
+    hosts, container = _hosts(arguments), _container(arguments)
+    python = sys.executable if container is None else PYTHON
     environ = environment.without(os.environ, arguments.no_env)
-    _check_exists(program)
+    program = request.program(arguments.words, arguments.module, python)
+    if container is None:  # else the program may be a file of the image
+        _check_exists(program)
     spares = {SPARES: str(arguments.spares)} if arguments.spares else {}
     is_fault_tolerant = arguments.fault_tolerant or arguments.spares > 0
     elastic = {}
     if arguments.horovod:
-        program = request.with_horovod(program, sys.executable)
+        program = request.with_horovod(program, python)
         elastic = {_ELASTIC: "1"} if is_fault_tolerant else {}
     return Request(
         program=program,
         ranks=arguments.ranks or (arguments.nproc_per_node if arguments.node_rank is not None else None),
-        hosts=_hosts(arguments),
+        hosts=hosts,
         launcher=arguments.launcher,
         node=_node(arguments),
         log_dir=arguments.log_dir,
@@ -229,6 +252,29 @@ def _request(arguments: argparse.Namespace) -> Request:
         excluded=tuple(arguments.no_env),
         bind=arguments.bind,
         stage_directory=arguments.stage_env,
+        container=container,
+    )
+
+
+def _container(arguments: argparse.Namespace) -> Container | None:
+    if arguments.container is None:
+        if arguments.container_runtime or arguments.container_bind:
+            raise LaunchError("--container-runtime and --container-bind need --container.\nPass --container IMAGE.")
+        return None
+    if arguments.stage_env is not None:
+        raise LaunchError(
+            "--stage-env copies the Python environment of this host, which ranks in a container do not use.\n"
+            "Remove --stage-env, or --container."
+        )
+    is_of_scheduler = arguments.launcher in (None, selection.SRUN) and arguments.node_rank is None
+    may_use_srun = is_of_scheduler and arguments.hosts is None and arguments.hostfile is None
+    return launching.container(
+        arguments.container,
+        arguments.container_runtime,
+        arguments.container_bind,
+        os.environ,
+        log_dir=arguments.log_dir,
+        may_use_srun=may_use_srun,
     )
 
 

@@ -103,7 +103,7 @@ def _check_start(facts: LauncherFacts) -> list[Finding]:
     """Check that the launcher of this process, or the variables of the shell, fit the MPI library."""
     try:
         launch = detect.detect(facts.environ, facts.environ.get("MPICOMM_LAUNCHER") or None)
-        fault = detect.problem_before_init(launch, facts.library, _PROGRAM)
+        fault = detect.problem_before_init(launch, facts.environ, facts.library, _PROGRAM)
         if fault is None and launch.is_plain:
             fault = detect.problem_after_init(launch, facts.environ, facts.library, 0, 1, _PROGRAM)
     except LaunchError as error:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from mpicomm import agreement, mpi, native, topology
 from mpicomm.devices import accelerator, assignment, vendor_backends
 from mpicomm.errors import LaunchError, MpicommError, raised_on_all_ranks
-from mpicomm.job import plan, rendezvous, start_timer
+from mpicomm.job import plan, rendezvous, separation, start_timer
 from mpicomm.job.plan import JoinedJob, Plan
 from mpicomm.job.start_request import StartRequest, this_command
 from mpicomm.launch import allocation, detect, mpi_operator, queries
@@ -84,8 +84,9 @@ def initialize(request: StartRequest, launch: Launch, settings: Settings) -> Int
     Raises:
         LaunchError: If this process cannot join the job of its launcher.
     """
-    if problem := detect.problem_before_init(launch, mpi.library(), this_command()):
+    if problem := detect.problem_before_init(launch, os.environ, mpi.library(), this_command()):
         raise _launch_error(launch, problem)
+    _prepare_for_separate_containers(launch)
     limit = max(request.join_timeout_seconds, _SHORTEST_INIT)
     is_single = launch.kind == "single"
     seconds = start_timer.seconds_before_notice(settings.hang_seconds, limit)
@@ -101,6 +102,21 @@ def initialize(request: StartRequest, launch: Launch, settings: Settings) -> Int
     if world.size == 1:  # MPI has connected no other rank to which this one could report the error
         _check_launch(launch)
     return request.comm or (mpi.api().COMM_SELF if is_single else world)
+
+
+def _prepare_for_separate_containers(launch: Launch) -> None:
+    """Let MPI do without the memory of other ranks if containers separate them.
+
+    Raises:
+        LaunchError: If MPI cannot do without it.
+    """
+    if launch.kind != "mpi" or launch.forced:
+        return
+    separated = separation.of_this_process(os.environ)
+    if problem := separated.problem(launch.local_size):
+        raise _launch_error(launch, problem)
+    for name, value in mpi.library().separated_environ(separated).items():
+        os.environ.setdefault(name, value)
 
 
 def _takes_gpu_tensors(request: StartRequest, settings: Settings) -> bool:
@@ -372,6 +388,8 @@ def _check_launch(launch: Launch) -> None:
     """
     world = mpi.api().COMM_WORLD
     problem = detect.problem_after_init(launch, os.environ, mpi.library(), world.rank, world.size, this_command())
+    if launch.is_plain and world.size == 1:
+        problem = problem or separation.of_this_process(os.environ).problem_of_single()
     if problem:
         raise _launch_error(launch, problem) if world.size == 1 else LaunchError(problem)
 

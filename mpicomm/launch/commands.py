@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from mpicomm.errors import LaunchError
 from mpicomm.launch import allocation, binding, environment
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
-from mpicomm.launch.mpi_library import IMPLEMENTATIONS, Implementation, Library
+from mpicomm.launch.mpi_library import IMPLEMENTATIONS, OPEN_MPI, Implementation, Library
 from mpicomm.launch.request import Machine, Node, Request, Start
 from mpicomm.settings import PARENT_VARIABLE
 
@@ -136,6 +136,8 @@ def mpiexec(
     # salloc may run on another host than its job
     is_local = place.is_on_one_host and not isinstance(job, SlurmAllocation)
     parent_options = () if is_local else tuple(_filled_in(mpi.forwarded, name=PARENT_VARIABLE))
+    if request.container is not None:
+        request.container.check_connection(is_pmix=library.vendor == OPEN_MPI.vendor)
     command = (path, *options, *_last_words(request, machine, bound))
     return Start(command, child, is_local, parent_options, place.ranks)
 
@@ -167,14 +169,15 @@ def _binding_by_mpiexec(
     return _Binding(unbound.options, None, unbound.environ, binds_in=place.per_node)
 
 
-def _last_words(request: Request, machine: Machine, bound: _Binding) -> tuple[str, ...]:
+def _last_words(request: Request, machine: Machine, bound: _Binding, *, by_srun: bool = False) -> tuple[str, ...]:
     """Return the user's arguments and the command of one rank, for a launcher that starts another program after `:`."""
     if ":" in (*request.launcher_arguments, *request.program):
         raise LaunchError(
             "mpicomm run starts one program on all ranks, got several, or an argument, separated by `:`.\n"
             "Start several programs with the launcher itself: mpiexec -n 1 python a.py : -n 3 python b.py"
         )
-    return (*request.launcher_arguments, *request.rank_command(machine.python, binds_in=bound.binds_in))
+    command = request.rank_command(machine.python, binds_in=bound.binds_in, by_srun=by_srun)
+    return (*request.launcher_arguments, *command)
 
 
 def _fault_tolerant(library: Library) -> list[str]:
@@ -280,7 +283,7 @@ def srun(
     if is_overcommitted:
         options.append("--overcommit")
     child = _for_step(environ, bound.threads)
-    return Start(("srun", *options, *_last_words(request, machine, bound)), child, ranks=ranks)
+    return Start(("srun", *options, *_last_words(request, machine, bound, by_srun=True)), child, ranks=ranks)
 
 
 def _binding_by_srun(
@@ -342,7 +345,7 @@ def _srun_on_groups(
     )
     options = [*_options_of_step(request, mpi_type), *bound.options, f"--het-group=0-{job.groups - 1}"]
     child = _for_step(environ, bound.threads)
-    return Start(("srun", *options, *_last_words(request, machine, bound)), child)
+    return Start(("srun", *options, *_last_words(request, machine, bound, by_srun=True)), child)
 
 
 def _for_step(environ: Mapping[str, str], threads: int | None) -> dict[str, str]:
@@ -355,7 +358,11 @@ def _for_step(environ: Mapping[str, str], threads: int | None) -> dict[str, str]
 def _options_of_step(request: Request, mpi_type: str) -> list[str]:
     # With 1, srun kills the other ranks when the first one exits with a non-zero status, and reports 143 for them: the
     # status 85 of a Trainer would be lost. If a rank dies, mpicomm aborts the job.
-    return [f"--mpi={mpi_type}", "--kill-on-bad-exit=0", *["--label"] * request.tag_output]
+    options = [f"--mpi={mpi_type}", "--kill-on-bad-exit=0", *["--label"] * request.tag_output]
+    if request.container is None:
+        return options
+    request.container.check_connection(is_pmix=mpi_type.startswith("pmix"))
+    return [*options, *request.container.srun_options()]
 
 
 # -- ibrun -------------------------------------------------------------------------------------------------------------

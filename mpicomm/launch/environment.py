@@ -30,6 +30,7 @@ FORWARDED: Mapping[str, tuple[str, ...]] = {
     "accelerators": ("CUDA_*", "HIP_*", "HSA_*", "ROCR_*", "MIOPEN_*", "ZE_*"),
     "PyTorch": ("TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "TRITON_*"),
     "models and metrics": ("HF_*", "TOKENIZERS_PARALLELISM", "WANDB_*"),
+    "containers": ("APPTAINER*", "SINGULARITY*"),
     "the job": ("PBS_JOBID", "PBS_ARRAY_*", "LSB_JOBID", "LSB_JOBINDEX", "SLURM_JOB_ID", "SLURM_ARRAY_*"),
 }  # fmt: skip
 """Names and patterns of the variables that ranks on other hosts get, by subject."""

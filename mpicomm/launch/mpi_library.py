@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpicomm.launch import visible_devices
+from mpicomm.launch.containers import Separation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Implementation:
     no_gpu_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Disables GPU buffers."""
 
+    own_users_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Disables cross-memory attach, where each rank has a user namespace of its own."""
+    own_pids_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Disables transfers that identify ranks by their process ID, where each has a PID namespace of its own."""
+
     # 4. srun
     srun_types: tuple[str, ...] = ("pmi2",)
     """The values of `srun --mpi=` with which its ranks form one world, the best first."""
@@ -86,6 +92,7 @@ OPEN_MPI = Implementation(
     root_environ={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     srun_types=("pmix",),
     no_gpu_environ={"OMPI_MCA_accelerator": "null"},
+    own_pids_environ={"OMPI_MCA_btl": "^sm"},  # 5.0.11 crashes; it detects user namespaces itself
 )
 OPEN_MPI_4 = dataclasses.replace(OPEN_MPI, no_gpu_environ={"OMPI_MCA_opal_cuda_support": "0"})
 MPICH = Implementation(
@@ -97,6 +104,9 @@ MPICH = Implementation(
     binding_variables=("HYDRA_BIND_TO",),
     gpu_environ={"MPIR_CVAR_ENABLE_GPU": "1"},
     no_gpu_environ={"MPIR_CVAR_ENABLE_GPU": "0"},
+    # 5.0.2 aborts at the first large message: process_vm_readv fails, or could read another process.
+    own_users_environ={"MPIR_CVAR_CH4_CMA_ENABLE": "0"},
+    own_pids_environ={"MPIR_CVAR_CH4_CMA_ENABLE": "0"},
 )
 CRAY_MPICH = dataclasses.replace(
     MPICH,
@@ -219,6 +229,13 @@ class Library:
         if self.implementation.gpu_library not in loaded:
             return {}
         return {**self.implementation.gpu_environ, **self.implementation.vendor_environ.get(vendor, {})}
+
+    def separated_environ(self, separation: Separation) -> Mapping[str, str]:
+        """Return the variables with which ranks in containers of their own do not access each other's memory."""
+        return {
+            **(self.implementation.own_users_environ if separation.has_own_users else {}),
+            **(self.implementation.own_pids_environ if separation.has_own_pids else {}),
+        }
 
     def has_gpu_disabled(self, environ: Mapping[str, str]) -> bool:
         """Return whether the environment disables GPU buffers."""

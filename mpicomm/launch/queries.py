@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpicomm.errors import LaunchError
-from mpicomm.launch import allocation, environment
+from mpicomm.launch import allocation, containers, environment
 from mpicomm.launch.allocation import Allocation, FluxAllocation
 from mpicomm.launch.mpi_library import Implementation, Library
 
@@ -77,6 +77,20 @@ def mpiexec(
             if library.launcher_with(constant_output(executable, "--version")) == launcher:
                 return executable, launcher
     raise LaunchError(library.mpiexec_not_found(executables, launchers[0] if launchers else None))
+
+
+def container_commands(path: str) -> dict[str, str]:
+    """Return the installed container runtimes by name, with the command of each.
+
+    Args:
+        path: The value of PATH.
+    """
+    commands = {}
+    for name, runtime in containers.RUNTIMES.items():
+        installed = next((command for command in runtime.commands if shutil.which(command, path=path)), None)
+        if installed and (not runtime.is_plugin or runtime.srun_option in constant_output(installed, "--help")):
+            commands[name] = installed
+    return commands
 
 
 def slurm_binds() -> bool:

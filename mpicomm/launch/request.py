@@ -11,6 +11,7 @@ from pathlib import PurePath
 from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Allocation, Host, HostAllocation
 from mpicomm.launch.binding import Processors
+from mpicomm.launch.containers import PYTHON, Container
 from mpicomm.settings import PARENT_VARIABLE
 
 _PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
@@ -55,6 +56,8 @@ class Request:
     """Whether ranks on other hosts get all variables of this process, because the hosts are containers of one image."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Variables for the ranks on all hosts."""
+    container: Container | None = None
+    """The container in which each rank runs."""
     launcher_arguments: tuple[str, ...] = ()
     """Arguments that the launcher gets unchanged, after the options of `mpicomm run` and before the program."""
     excluded: tuple[str, ...] = ()
@@ -66,14 +69,23 @@ class Request:
     python: str | None = None
     """The Python of the copy, which also runs the wrappers of the program; None for that of this command."""
 
-    def rank_command(self, python: str, *, binds_in: int | None = None) -> tuple[str, ...]:
+    def rank_command(self, python: str, *, binds_in: int | None = None, by_srun: bool = False) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set.
 
         Args:
             binds_in: The number of ranks of its host, among which a rank that binds itself divides the cores; None if
                 the launcher binds it.
+            by_srun: Whether srun starts the rank.
+
+        Raises:
+            LaunchError: If the launcher cannot start the container.
         """
-        command, python = self.program, self.python or python
+        if self.container is None:
+            return self._wrapped_program(self.python or python, binds_in)
+        return self.container.rank_command(self._wrapped_program(PYTHON, binds_in), by_srun=by_srun)
+
+    def _wrapped_program(self, python: str, binds_in: int | None) -> tuple[str, ...]:
+        command = self.program
         if self.bind is not None and binds_in is not None:
             command = (python, "-m", "mpicomm.rank_binding", self.bind, str(binds_in), *command)
         if self.log_dir is None:

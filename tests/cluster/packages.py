@@ -12,8 +12,14 @@ from tests.cluster.layout import ClusterError
 from tests.time_limits import scaled
 
 # No other package depends on libpmix2: Slurm's pmix plugin loads it on demand.
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2", "iproute2", "util-linux", "openssh-server")
-COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "munge", "ip", "nsenter", "unshare", "mount", "sshd", "ssh-keygen")
+PACKAGES = (
+    *("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2", "iproute2", "util-linux", "openssh-server"),
+    "bubblewrap",
+)
+COMMANDS = (
+    *("slurmctld", "slurmd", "srun", "munged", "munge", "ip", "nsenter", "unshare", "mount", "sshd", "ssh-keygen"),
+    "bwrap",
+)
 INSTALL = "python -m tests.cluster install"
 _APT = ("apt-get", "-o", "DPkg::Lock::Timeout=300")
 _APT_SECONDS = 600

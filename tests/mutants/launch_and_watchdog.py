@@ -59,8 +59,8 @@ MUTANTS = [
     ),
     Mutant(
         "commands._last_words",
-        old="(*request.launcher_arguments, *request.rank_command(machine.python, binds_in=bound.binds_in))",
-        new="request.rank_command(machine.python, binds_in=bound.binds_in)",
+        old="(*request.launcher_arguments, *command)",
+        new="command",
         fault="mpiexec and srun do not get the arguments of --launcher-arg.",
         tests="tests/unit/test_launch_commands.py -k arguments_of_the_user",
     ),

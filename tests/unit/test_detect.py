@@ -180,7 +180,7 @@ def test_under_torchrun_nothing_else_is_compared() -> None:
     environ |= environ_of(SLURM, rank=3, size=16) | {"SLURM_STEP_ID": "0"}
     launch = detect.detect(environ)
     assert (launch.kind, launch.rank, launch.size, launch.local_size) == ("torchrun", RANK, SIZE, LOCAL_SIZE)
-    assert detect.problem_before_init(launch, MPICH, COMMAND) is None
+    assert detect.problem_before_init(launch, {}, MPICH, COMMAND) is None
     assert detect.problem_after_init(launch, environ, OPEN_MPI, 0, 1, COMMAND) is None
     assert detect.warning_after_init(launch, environ, 1, MANY) is None
     assert detect.warning_of_agents(environ | {"GROUP_WORLD_SIZE": "2"}) is None
@@ -301,7 +301,7 @@ def test_only_a_process_without_any_launcher_is_plain() -> None:
 
 
 def before(environ: dict[str, str], library: Library, override: str | None = None) -> str | None:
-    return detect.problem_before_init(detect.detect(environ, override), library, COMMAND)
+    return detect.problem_before_init(detect.detect(environ, override), environ, library, COMMAND)
 
 
 def test_mpich_under_mpirun_is_an_error_before_it_aborts() -> None:

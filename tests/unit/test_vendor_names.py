@@ -27,6 +27,7 @@ EXCEPTIONS = {
     "mpicomm/doctor/fabric_check.py": "looks for the network plugins of the vendors' libraries by their names",
     "mpicomm/doctor/fabric_rules.py": "the settings that pages of centres demand for the library of each vendor",
     "mpicomm/cli/bench.py": "examples of the types of devices that --device accepts",
+    "mpicomm/launch/containers.py": "the options and variables with which container runtimes pass GPUs of each vendor",
     "mpicomm/launch/environment.py": "the variables that mpiexec passes on are those of all vendors",
     "mpicomm/launch/mpi_operator.py": "variables that the images of NVIDIA set",
     "mpicomm/launch/jobscript/kubernetes.py": "the resource of GPUs in Kubernetes, which --gpus-per-node documents",

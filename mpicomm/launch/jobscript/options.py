@@ -33,6 +33,7 @@ FILE = Form(
     "only letters, digits and _ . / % + = -: directives neither quote nor expand text, not even $HOME and ~",
 )
 DIRECTORY = Form(r"[^~$\0-].*", "a path without $HOME and ~, which are not expanded, and without - at its start")
+IMAGE = Form(r"[^~$\0\s-][^$\0\s]*", "an image without spaces, $HOME and ~, which are not expanded")
 MODULE = Form(r"\w[\w./:+@-]*", "a module, for example openmpi/5.0.5")
 VARIABLE = Form(r"[A-Za-z_]\w*=[^\0]*", "NAME=VALUE")
 PASSED_VARIABLE = Form(r"[A-Za-z_]\w*(=[^\0]*)?", "NAME=VALUE, or NAME of a variable that is set in the job")

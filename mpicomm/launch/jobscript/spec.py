@@ -9,6 +9,7 @@ from pathlib import PurePath
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch import binding, environment, known_launchers
+from mpicomm.launch.containers import RUNTIMES
 from mpicomm.launch.jobscript import options, quoting
 from mpicomm.launch.jobscript.options import Option, check_choice, flag, option, program_name
 from mpicomm.launch.jobscript.schedulers import SCHEDULERS, Scheduler
@@ -120,7 +121,14 @@ class JobSpec:
     )
     launcher: str | None = option("launcher of the ranks (default: that of `mpicomm run` in the job)", "NAME")
 
-    # 5. exit before the time limit
+    # 5. container of the ranks
+    container: str | None = option("run each rank in a container of this image", "IMAGE", options.IMAGE)
+    container_runtime: str | None = option("runtime (default: one made for the image)", choices=tuple(RUNTIMES))
+    container_bind: tuple[str, ...] = option(
+        "path of the hosts in the containers; repeat for more", "PATH[:TARGET[:ro]]", options.DIRECTORY, default=()
+    )
+
+    # 6. exit before the time limit
     signal: str | None = option(
         "Slurm, LSF: signal to the ranks, and seconds before the limit", "USR1@180", options.SIGNAL, only=_NO_SIGNAL
     )
@@ -172,8 +180,17 @@ class JobSpec:
     def run_command(self) -> tuple[str, ...]:
         """The words of `mpicomm run`, with the program's Python: the `mpicomm` in PATH may load another MPI."""
         is_python = re.fullmatch(r"python(3(\.\d+)?)?", PurePath(self.command[0]).name)
-        run = (self.command[0], "-m", "mpicomm", "run") if is_python else ("mpicomm", "run")
-        return (*run, "--launcher", self.launcher) if self.launcher else run
+        is_outside = self.container is not None  # that Python is the image's, and mpicomm run starts outside
+        run = (self.command[0], "-m", "mpicomm", "run") if is_python and not is_outside else ("mpicomm", "run")
+        return (*run, *(("--launcher", self.launcher) if self.launcher else ()), *self._container_options)
+
+    @property
+    def _container_options(self) -> tuple[str, ...]:
+        if self.container is None:
+            return ()
+        runtime = ("--container-runtime", self.container_runtime) if self.container_runtime else ()
+        binds = [word for bind in self.container_bind for word in ("--container-bind", bind)]
+        return ("--container", self.container, *runtime, *binds)
 
     @property
     def processes_per_node(self) -> int:
@@ -317,6 +334,8 @@ def _check_command(spec: JobSpec) -> None:
     if any("\0" in word for word in spec.command):
         raise ValueError("an argument of the program cannot contain a null character; remove it")
     _check_indices(spec)
+    if spec.container is None and (spec.container_runtime or spec.container_bind):
+        raise ValueError("--container-runtime and --container-bind need --container IMAGE")
     if spec.torchrun is not None:
         _check_torchrun(spec, spec.torchrun[1])
 
@@ -339,6 +358,8 @@ def _check_torchrun(spec: JobSpec, words: tuple[str, ...]) -> None:
             break
         if _TORCHRUN_ADDED.fullmatch(word):
             raise ValueError(f"the script passes {word} to torchrun, from --nodes and --ranks-per-node; remove it")
+    if spec.container is not None:
+        raise ValueError("--container does not work with torchrun; use -- python train.py")
     if spec.launcher_arg:
         raise ValueError(
             "--launcher-arg is an option of `mpicomm run`, which does not start torchrun; "

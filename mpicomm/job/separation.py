@@ -1,0 +1,42 @@
+"""How the container of this rank is separated from the launcher, which it has in common with the ranks of its node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpicomm import terminal
+from mpicomm.launch import containers
+from mpicomm.launch.containers import Separation
+from mpicomm.launch.known_launchers import starts_ranks
+
+_FIRST_PIDS = "pid:[4026531836]"  # the PID namespace of the host, PROC_PID_INIT_INO in linux/proc_ns.h
+_ALL_USERS = ["0", "0", "4294967295"]  # the map of the host's user namespace, user_namespaces(7)
+_SHM = re.compile(r"^\S+ \S+ (\S+) \S+ /dev/shm ", re.MULTILINE)  # the device of the mount, proc_pid_mountinfo(5)
+_STEP_DAEMON = "slurmstepd"
+
+
+def of_this_process(environ: Mapping[str, str]) -> Separation:
+    """Return the separation; that of no container outside one."""
+    container = containers.running_in(environ)
+    if not container:
+        return Separation()
+    above = [(pid, name) for pid, name in terminal.processes_above() if starts_ranks(name) or _STEP_DAEMON in name]
+    pid, launcher = above[0] if above else ("self", "")
+    return Separation(
+        container,
+        launcher if starts_ranks(launcher) else "",  # a batch script has the step daemon above it, too
+        has_own_users=Path("/proc/self/uid_map").read_text().split() != _ALL_USERS,
+        has_own_pids=not above and str(Path("/proc/self/ns/pid").readlink()) != _FIRST_PIDS,
+        has_own_shm=_shm(pid) not in ("", _shm("self")),
+    )
+
+
+def _shm(process: int | str) -> str:
+    """Return the device of the last mount on /dev/shm that a process sees; empty if it is unknown."""
+    try:
+        mounts = Path(f"/proc/{process}/mountinfo").read_text()
+    except OSError:
+        return ""
+    return (_SHM.findall(mounts) or [""])[-1]
