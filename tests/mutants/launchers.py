@@ -65,6 +65,13 @@ MUTANTS = [
         fault="--launcher pals starts the ranks by another mpiexec.",
         tests=_LINES,
     ),
+    Mutant(
+        "launcher_check.collect",
+        old="launcher in library.launchers_of_pals",
+        new="False",
+        fault="mpicomm doctor calls the mpiexec of PALS one of Cray MPICH.",
+        tests="tests/launch/test_pals.py -k doctor",
+    ),
     # -- ibrun ----------------------------------------------------------------------------------------------
     Mutant(
         "commands.ibrun",
