@@ -34,6 +34,9 @@ class LauncherFacts:
     mpiexec_path: str = ""
     """The path of the mpiexec of the library; empty without one."""
 
+    is_pals: bool = False
+    """Whether this mpiexec is that of PALS, which belongs to no MPI library."""
+
     not_found: str = ""
     """The error message without an mpiexec; otherwise empty."""
 
@@ -68,9 +71,10 @@ def collect(environ: Mapping[str, str]) -> LauncherFacts | None:
         library = mpi.library()
     except MPINotFoundError:  # software_check reports it
         return None
-    path, mpiexec_path, not_found = environ.get("PATH", ""), "", ""
+    path, mpiexec_path, is_pals, not_found = environ.get("PATH", ""), "", False, ""
     try:
-        mpiexec_path, _ = queries.mpiexec(library, path)
+        mpiexec_path, launcher = queries.mpiexec(library, path)
+        is_pals = launcher in library.launchers_of_pals
     except LaunchError as error:
         not_found = str(error)
     found_in_path = {
@@ -86,6 +90,7 @@ def collect(environ: Mapping[str, str]) -> LauncherFacts | None:
         environ,
         found_in_path,
         mpiexec_path,
+        is_pals,
         not_found,
         srun_list=queries.srun_list(),
         scheduler="" if job is None else job.title,
@@ -122,7 +127,7 @@ def _check_mpiexec(facts: LauncherFacts) -> list[Finding]:
     if not others:
         directory = Path(facts.mpiexec_path).parent
         advice = "" if facts.found_in_path else f", not in PATH: start with `mpicomm run`, or add {directory}"
-        return [ok("mpiexec", f"{facts.mpiexec_path} of {name}{advice}")]
+        return [ok("mpiexec", f"{facts.mpiexec_path} of {'PALS, for ' if facts.is_pals else ''}{name}{advice}")]
     commands = " and ".join(Path(other).name for other in others)
     report = warning if has_srun or not is_plain else problem
     return [

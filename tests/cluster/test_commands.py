@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mpicomm.recorder import rank_text
+from tests import ibrun
 from tests.cluster.running import Cluster, Flavour, places, quoted
 from tests.cluster.test_slurm import PLACE, check_places
 from tests.launching import ROOT
@@ -46,23 +47,10 @@ def test_ranks_on_all_hosts_get_the_same_variables(cluster: Cluster, flavour: Fl
     assert outcome.stdout.splitlines() == ["tcp None 1"] * 2, outcome
 
 
-IBRUN = """#!/bin/sh
-# ibrun as TACC's user guide describes it: [-n TASKS -o OFFSET] PROGRAM; without options all tasks of the job.
-tasks=$SLURM_NTASKS
-case $1 in
-    -n) [ "$3 $4" = "-o 0" ] || exit 64; tasks=$2; shift 4 ;;
-    -*) exit 64 ;;
-esac
-echo "TACC:  Starting up job $SLURM_JOB_ID"
-exec {mpiexec} -n "$tasks" "$@"
-"""
-
-
 @pytest.mark.parametrize(("options", "ranks"), [([], 4), (["-n", "3"], 3)])
 def test_run_by_a_stand_in_for_ibrun(options: list[str], ranks: int, cluster: Cluster, mpich: Flavour) -> None:
     folder = cluster.folder()
-    (folder / "ibrun").write_text(IBRUN.replace("{mpiexec}", mpich.mpiexec[0]))
-    (folder / "ibrun").chmod(0o755)
+    ibrun.install(folder, mpich.mpiexec[0])
     run = [mpich.python, "-m", "mpicomm", "run", "--launcher", "ibrun", *options, *PLACE]
     outcome = cluster.run("salloc", *NODES, "env", f"PATH={folder}:/usr/bin:/bin", *run)
     assert outcome.status == 0, outcome

@@ -45,7 +45,10 @@ class PalsJob:
         self.program.write_text(RANK)
 
     def run(self, *words: object, **environ: str) -> Outcome:
-        return run_command([str(self.python), "-m", "mpicomm", "run", *map(str, words)], env=self.environ | environ)
+        return self.command("run", *map(str, words), **environ)
+
+    def command(self, *words: str, **environ: str) -> Outcome:
+        return run_command([str(self.python), "-m", "mpicomm", *words], env=self.environ | environ)
 
 
 @pytest.fixture(name="job")
@@ -87,6 +90,12 @@ def test_a_job_script_for_pals(job: PalsJob) -> None:
     assert outcome.status == 0, outcome
     assert f"{job.mpiexec} -n 2 --ppn 2 " in outcome.stderr, outcome
     assert [json.loads(line)["environ"] for line in outcome.stdout.splitlines()] == [{"A": "x y"}] * 2
+
+
+def test_doctor_names_pals(job: PalsJob) -> None:
+    findings = json.loads(job.command("doctor", "--json").stdout)["findings"]
+    messages = {finding["check"]: finding["message"] for finding in findings}
+    assert messages["mpiexec"].startswith(f"{job.mpiexec} of PALS, for "), messages
 
 
 def test_ranks_that_the_user_starts_by_pals(job: PalsJob) -> None:

@@ -65,6 +65,27 @@ MUTANTS = [
         fault="--launcher pals starts the ranks by another mpiexec.",
         tests=_LINES,
     ),
+    Mutant(
+        "commands._on_hosts",
+        old="most = max(slots) if ranks <= sum(slots) else max(*slots, -(-ranks // len(slots)))",
+        new="most = max(slots)",
+        fault="Where PBS has one line for each node, PALS gets --ppn 1 for the 28 ranks of each.",
+        tests="tests/launch/test_centres.py -k 'ranks_of_the_page and Aurora'",
+    ),
+    Mutant(
+        "pbs.j2",
+        old="{% if not has_mpiprocs %} -n {{ job.nodes * job.ranks_per_node }}{% endif %}",
+        new="",
+        fault="The script for Polaris starts one rank on each node.",
+        tests="tests/launch/test_centres.py -k 'ranks_of_the_page and Polaris'",
+    ),
+    Mutant(
+        "launcher_check.collect",
+        old="launcher in library.launchers_of_pals",
+        new="False",
+        fault="mpicomm doctor calls the mpiexec of PALS one of Cray MPICH.",
+        tests="tests/launch/test_pals.py -k doctor",
+    ),
     # -- ibrun ----------------------------------------------------------------------------------------------
     Mutant(
         "commands.ibrun",

@@ -94,7 +94,7 @@ def _binding(options: dict[str, str]) -> list[str]:
     kind = options.get("--cpu-bind", os.environ.get("PALS_CPU_BIND", "thread")).partition(":")[0]
     if kind not in _BINDINGS:
         _fail(f"invalid CPU binding {kind}")
-    return [kind, options.get("--depth", os.environ.get("PALS_DEPTH", "1"))]
+    return [kind, options.get("--depth", os.environ.get("PALS_DEPTH", "1")) if kind == "depth" else "1"]
 
 
 def _pmi() -> str:

@@ -29,8 +29,8 @@ def main() -> None:
     if os.environ["STAND_IN_PMI"] != "cray":  # a wire-up that this MPI does not have: it would be a world of size 1
         environ = {name: value for name, value in environ.items() if not name.startswith("PMI_")}
     if kind in ("depth", "thread"):
-        cpus, width = sorted(os.sched_getaffinity(0)), depth if kind == "depth" else 1
-        os.sched_setaffinity(0, {cpus[(local_rank * width + cpu) % len(cpus)] for cpu in range(width)})
+        cpus = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cpus[(local_rank * depth + cpu) % len(cpus)] for cpu in range(depth)})
     os.execvpe(program[0], program, environ)
 
 

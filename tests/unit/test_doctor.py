@@ -140,6 +140,12 @@ def test_software_that_does_not_work(changes: dict[str, object], check: str, sta
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
 
+OF_PALS = {
+    "library": MPICH,
+    "found_in_path": {"mpiexec": ("/opt/cray/pals/bin/mpiexec", "mpiexec version 1.8.0")},
+    "mpiexec_path": "/opt/cray/pals/bin/mpiexec",
+    "is_pals": True,
+}
 OF_MPICH = {"mpirun": ("/usr/bin/mpirun", HYDRAS_OUTPUT), "mpiexec": ("/usr/bin/mpiexec", HYDRAS_OUTPUT)}
 
 
@@ -151,6 +157,8 @@ OF_MPICH = {"mpirun": ("/usr/bin/mpirun", HYDRAS_OUTPUT), "mpiexec": ("/usr/bin/
         ({"found_in_path": OF_MPICH, "scheduler": "Slurm"}, [("mpiexec", "warning")], "mpicomm run"),
         ({"found_in_path": {"mpiexec": ("/site/mpiexec", "Site launcher 3")}}, [], "/opt/ompi/bin/mpiexec of Open MPI"),
         ({"found_in_path": {}}, [], "not in PATH: start with `mpicomm run`, or add /opt/ompi/bin"),
+        (OF_PALS, [], "/opt/cray/pals/bin/mpiexec of PALS, for MPICH 5.0.2"),
+        (OF_PALS | {"is_pals": False}, [], "/opt/cray/pals/bin/mpiexec of MPICH 5.0.2"),
         (
             {"mpiexec_path": "", "not_found": "mpiexec was not found.\nInstall it"},
             [("mpiexec", "problem")],

@@ -244,14 +244,15 @@ def dry_run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str
     return output.out.strip().replace(sys.executable, "python")
 
 
-def test_pals_starts_a_rank_for_each_gpu_of_whole_nodes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("gpus", "options"), [(4, []), (0, ["-n", "8"]), (1, ["-n", "8"])])
+def test_pals_starts_a_rank_for_each_gpu_or_those_of_the_user_where_pbs_has_one_line_for_each_node(
+    gpus: int, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At ALCF, PBS's file has one line for each node."""
+    """As at ALCF. `mpicomm job` writes -n if a directive for select has no mpiprocs."""
     on_site(CRAY, "pals", PBS, monkeypatch)
-    use_machine(monkeypatch, gpus=4)
+    use_machine(monkeypatch, gpus)
     Path("nodes").write_text("node1\nnode2\n")
-    assert dry_run(["train.py"], capsys) == f"OMP_NUM_THREADS=8 {ON_FILE}"
+    assert dry_run([*options, "train.py"], capsys) == f"OMP_NUM_THREADS=8 {ON_FILE}"
 
 
 REFUSED: list[tuple[Library, str, dict[str, str], str, str]] = [
