@@ -8,6 +8,8 @@ In `shards` (DCP) each rank writes its shards, and reads the parts of its new sh
     $ mpirun -n 2 python -m mpicomm.examples.sharded_checkpoint --load
     load_shards on 2 ranks: the state that 4 ranks saved
     load_whole on 2 ranks: the state that 4 ranks saved
+
+A complete checkpoint is not replaced: save each to a directory of its own, and remove runs/sharded to start again.
 """
 
 from __future__ import annotations
@@ -55,10 +57,12 @@ def state_of(training: Training, options: state_dicts.StateDictOptions | None = 
 
 def save(world: mpicomm.World, training: Training) -> None:
     about = {"digest": digest(training), "ranks": world.size}
-    dcp.save({**state_of(training), "about": about}, checkpoint_id=DIRECTORY / "shards")
+    writer = dcp.FileSystemWriter(DIRECTORY / "shards", overwrite=False)  # a failure would mix old and new shards
+    dcp.save({**state_of(training), "about": about}, storage_writer=writer)
     whole = state_of(training, ON_RANK_0)
     if world.rank == 0:
-        torch.save({**whole, "about": about}, DIRECTORY / "whole.pt")
+        torch.save({**whole, "about": about}, DIRECTORY / "whole.tmp")
+        (DIRECTORY / "whole.tmp").replace(DIRECTORY / "whole.pt")
         print(f"{world.size} ranks saved {len([*DIRECTORY.glob('shards/*.distcp')])} shards and whole.pt", flush=True)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
+import os
 import platform
 import re
 from collections.abc import Iterable
@@ -11,6 +13,23 @@ from pathlib import Path
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PACKAGES = ("mpicomm", "torch", "mpi4py", "numpy")
 NOT_INSTALLED = "not installed"
+_CLOSE_ON_EXEC = 1  # MFD_CLOEXEC, see linux/memfd.h
+
+
+def memory_file(name: str) -> int:
+    """Return the descriptor of a new file in memory, which other programs do not inherit.
+
+    Pythons that were built with a glibc before 2.27, such as those of conda-forge, have no `os.memfd_create`.
+
+    Raises:
+        OSError: If the kernel refuses it.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if (descriptor := libc.memfd_create(name.encode(), _CLOSE_ON_EXEC)) < 0:
+        raise OSError(ctypes.get_errno(), f"memfd_create: {os.strerror(ctypes.get_errno())}")
+    return descriptor
 
 
 def cores(cpus: Iterable[int]) -> int:

@@ -28,11 +28,14 @@ _FOREGROUND_SECONDS = 0.5  # between checks whether this process may read the te
 _libc = ctypes.CDLL(None)
 
 
-def start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], environ: Mapping[str, str], *, has_input: bool = True) -> subprocess.Popen[bytes]:
     """Start a command, which receives SIGTERM when this process is killed; call it on the main thread.
 
     In a session of its own it gets neither the terminal's Ctrl-C nor the signals that a scheduler sends to a session.
     It cannot read the terminal there: a thread passes the input on.
+
+    Args:
+        has_input: Whether it reads the standard input of this process; the next command does otherwise.
 
     Raises:
         OSError: If it cannot be executed.
@@ -55,12 +58,12 @@ def start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
         return subprocess.Popen(
             command,
             env=environ,
-            stdin=stdin,
+            stdin=stdin if has_input else subprocess.DEVNULL,
             preexec_fn=prepare,  # noqa: PLW1509
             start_new_session=True,
         )
 
-    stdin, pipe = os.pipe() if os.isatty(0) else (None, None)
+    stdin, pipe = os.pipe() if has_input and os.isatty(0) else (None, None)
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(subprocess.SubprocessError):  # `prepare` has failed: the next child has another pid
             process = run(prepare)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
-from mpicomm import agreement, mpi, topology
+from mpicomm import agreement, host_info, mpi, topology
 from mpicomm.cli.console import print_message
 from mpicomm.terminal import format_size
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _PART_BYTES = 16 << 20  # of one broadcast: large enough for the bandwidth of the network
 _BLOCK_BYTES = 4096  # by which file systems usually round up the size of a file
 _NAMED = 8  # the most nodes that an error lists
+_CHANGED = 1  # status of GNU tar if files changed or disappeared while it read them, such as those of Python's compiler
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def remove(copy: Path) -> int:
     """Remove a copy, which other ranks of this node may remove at the same time; return the exit status."""
+    # tar has restored the modes: the directories of a read-only environment cannot be emptied.
+    subprocess.run(("chmod", "-R", "u+rwX", copy), stderr=subprocess.DEVNULL, check=False)
     shutil.rmtree(copy, ignore_errors=True)
     return int(copy.exists())
 
@@ -63,7 +66,7 @@ def copy_to_nodes(comm: Intracomm, prefix: Path, copy: Path) -> int:
     if not failures:
         failures = agreement.failures(comm.allgather, lambda: _transfer(comm, prefix, copy), OSError)
     if failures and is_reserved:
-        shutil.rmtree(copy, ignore_errors=True)
+        remove(copy)
     if comm.rank == 0:
         if failures:
             reasons = "".join(f"\n  {hosts[rank]}: {reason}" for rank, reason in failures[:_NAMED])
@@ -96,6 +99,8 @@ def reserve(copy: Path, size: int, files: int) -> None:
         raise OSError("command tar was not found in PATH; install it")
     directory = copy.parent
     disk = os.statvfs(directory)
+    if disk.f_flag & os.ST_NOEXEC:
+        raise OSError(f"{directory} is mounted with noexec, so no library can be loaded from it")
     if (free := disk.f_bavail * disk.f_frsize) < size:
         raise OSError(f"{format_size(free)} free in {directory}, expected {format_size(size)} or more")
     if disk.f_files > 0 and disk.f_favail < files:  # file systems without a limit report 0 files
@@ -114,7 +119,7 @@ def _transfer(comm: Intracomm, prefix: Path, copy: Path) -> None:
     """
     parts = _parts(comm, prefix)
     try:
-        with _log() as log, subprocess.Popen(("tar", "-xf", "-"), cwd=copy, stdin=subprocess.PIPE, stderr=log) as tar:
+        with _log() as log, _unpacking(copy, log) as tar:
             assert tar.stdin is not None
             with contextlib.suppress(BrokenPipeError), tar.stdin:
                 for part in parts:
@@ -139,19 +144,24 @@ def _parts(comm: Intracomm, prefix: Path) -> Iterator[bytes]:
             assert tar.stdout is not None
             while part := tar.stdout.read(_PART_BYTES):
                 yield comm.bcast(part)
-            _check(tar, log, f"cannot read {prefix}")
+            _check(tar, log, f"cannot read {prefix}", accepted=(0, _CHANGED))
     finally:
         comm.bcast(b"")  # the end, also after an error
 
 
+def _unpacking(copy: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    # In a user namespace without privileges, tar could not restore the owners.
+    return subprocess.Popen(("tar", "-xf", "-", "--no-same-owner"), cwd=copy, stdin=subprocess.PIPE, stderr=log)
+
+
 def _log() -> IO[bytes]:
     """Return a file in memory for the errors of tar: a disk may be full, and a pipe needs a reader."""
-    return os.fdopen(os.memfd_create("tar"), "w+b")
+    return os.fdopen(host_info.memory_file("tar"), "w+b")
 
 
-def _check(tar: subprocess.Popen[bytes], log: IO[bytes], failure: str) -> None:
+def _check(tar: subprocess.Popen[bytes], log: IO[bytes], failure: str, accepted: Sequence[int] = (0,)) -> None:
     """Raise an OSError with the first error of tar if it has failed."""
-    if status := tar.wait():
+    if (status := tar.wait()) not in accepted:
         log.seek(0)
         reason = log.readline().decode(errors="replace").strip() or f"tar exited with status {status}"
         raise OSError(f"{failure}: {reason}")

@@ -83,6 +83,10 @@ def _build(request: Request, environ: Mapping[str, str]) -> Start:
     if isinstance(job, FluxAllocation) and launcher == selection.FLUX:
         return commands.flux_run(request, machine, job, library, _flux_plugins(), environ)
     if isinstance(job, SlurmAllocation) and launcher == selection.IBRUN:
+        if not shutil.which("ibrun", path=environ.get("PATH")):
+            raise LaunchError(
+                "--launcher ibrun: ibrun was not found in PATH.\nLoad the site's modules, or remove --launcher."
+            )
         return commands.ibrun(request, machine, job, environ)
     if isinstance(job, SlurmAllocation) and launcher == selection.SRUN and srun_type is not None:
         can_bind = request.bind is None or queries.slurm_binds()
@@ -161,9 +165,13 @@ def try_on_hosts(
     Returns:
         Why it has failed, by host; empty if it has not.
     """
+    trial = _unlogged(request, program)
+    # The user's arguments may fit the ranks only, as masks of CPUs do; at some sites nothing starts without them.
+    plain = dataclasses.replace(trial, launcher_arguments=())
 
     def attempt(host: Host) -> str:
-        return _try_on_host(_unlogged(request, program), host, environ, is_step=is_step)
+        reason = _try_on_host(plain, host, environ, is_step=is_step)
+        return reason and (reason if plain == trial else _try_on_host(trial, host, environ, is_step=is_step))
 
     with concurrent.futures.ThreadPoolExecutor(_TRIALS) as pool:
         return dict(zip(hosts, pool.map(attempt, hosts), strict=True))

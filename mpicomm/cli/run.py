@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--stage-env",
         metavar="DIR",
         nargs="?",
-        const=tempfile.gettempdir(),
+        const=os.environ.get("TMPDIR") or "/tmp",
         type=_node_directory,
         help="copy the Python environment to DIR on every node (default: %(const)s) before the ranks start, and run "
         "them from there",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import sys
@@ -63,7 +64,8 @@ def _starts(request: Request, env: StagedEnv | None) -> list[Start]:
     if env is None:
         return [launching.build(request, os.environ)]
     copying = launching.on_every_host(request, (*_PROGRAM, env.prefix, env.copy), os.environ)
-    return [launching.build(part, os.environ) for part in (copying, env.staged(request, sys.executable))]
+    copy, ranks = [launching.build(part, os.environ) for part in (copying, env.staged(request, sys.executable))]
+    return [dataclasses.replace(copy, has_input=False), ranks]  # the input is that of the ranks
 
 
 def _remove(request: Request, copy: str) -> None:
@@ -79,4 +81,8 @@ def _remove(request: Request, copy: str) -> None:
     except (LaunchError, OSError):
         hosts, left = (), []
     if left or not hosts:
-        print_message("run", f"{copy} may remain on {', '.join(left) or 'the nodes'}.\nRemove it there: rm -r {copy}")
+        print_message(
+            "run",
+            f"{copy} may remain on {', '.join(left) or 'the nodes'}.\n"
+            f"Remove it there: chmod -R u+rwX {copy} && rm -r {copy}",
+        )

@@ -109,7 +109,7 @@ class Supervisor:
         start = self._start.with_parent(str(self._listener.parent))
         try:
             with self._catching_signals():
-                self._process = child_process.start(start.command, start.environ)
+                self._process = child_process.start(start.command, start.environ, has_input=start.has_input)
                 self._run_launcher()
                 status, cause = self._result(self._process.returncode)
                 if status or self._is_forced:

@@ -94,6 +94,10 @@ def share_of(binding: str, processors: Processors, rank: int, ranks: int, *, has
     own = processors.visible[0] if processors.visible else None
     if has_own_gpu and own is not None and binding in (AUTO, GPU):
         near = _cores_near(processors, own)
+        if len(processors.gpus) == 1 < ranks:  # those of the other ranks are hidden, and are near all cores together
+            parts = max(1, -(-ranks * len(near) // len(processors.cores)))
+            if parts <= len(near):
+                return _divided(near, parts)[rank % parts]
         alike = [gpu for gpu in range(len(processors.gpus)) if _cores_near(processors, gpu) == near]
         if len(alike) <= len(near):
             return _divided(near, len(alike))[alike.index(own)]

@@ -40,13 +40,34 @@ class _Binding:
     """Whether a step of Slurm must have all CPUs of its nodes."""
 
 
+_BINDING_ARGUMENTS = ("--map-by", "--bind-to", "-map-by", "-bind-to", "--rank-by", "--cpu-bind", "--cpu_bind")
+_GPU_ARGUMENTS = ("--gpu-bind", "--gpus-per-task", "--tres-bind", "--tres-per-task")
+
+
+def _binds(request: Request) -> bool:
+    """Return whether the user's arguments for the launcher bind the ranks.
+
+    Raises:
+        LaunchError: If `--bind` does so, too.
+    """
+    names = [argument.partition("=")[0] for argument in request.launcher_arguments]
+    argument = next((name for name in names if name in _BINDING_ARGUMENTS), None)
+    if argument is not None and request.bind is not None:
+        raise LaunchError(
+            f"--bind {request.bind} and --launcher-arg={argument} both bind the ranks.\nUse one of the two."
+        )
+    return argument is not None
+
+
 def _shares(request: Request, machine: Machine, ranks: int, environ: Mapping[str, str]) -> list[binding.Share] | None:
     """Return the cores of the ranks of a host, after the check that the binding fits; None if the ranks find them.
 
     They do if this machine is not one of the hosts, or if Slurm gives each of them a GPU that only they see.
     """
-    may_use_gpus = request.bind in (binding.AUTO, binding.GPU)
-    if machine.processors is None or (may_use_gpus and any(map(environ.get, binding.OWN_GPU_VARIABLES))):
+    has_own_gpus = any(map(environ.get, binding.OWN_GPU_VARIABLES)) or any(
+        argument.startswith(_GPU_ARGUMENTS) for argument in request.launcher_arguments
+    )
+    if machine.processors is None or (request.bind in (binding.AUTO, binding.GPU) and has_own_gpus):
         return None
     assert request.bind is not None
     return binding.shares(request.bind, machine.processors, ranks)
@@ -150,7 +171,9 @@ def _binding_by_mpiexec(
     threads = place.cores // place.per_node
     unbound = _Binding(_filled_in(mpi.unbound), threads, mpi.unbound_environ)
     default = unbound
-    if any(environ.get(name) for name in variables):
+    if _binds(request):  # Open MPI accepts each of its options once
+        default = _Binding([], threads)
+    elif any(environ.get(name) for name in variables):
         default = dataclasses.replace(unbound, environ={})
     elif place.cores_per_rank:
         default = _Binding(_filled_in(mpi.bound, per_node=place.per_node, cores=place.cores_per_rank), threads)
@@ -160,7 +183,8 @@ def _binding_by_mpiexec(
     binding.refuse_variables(request.bind, environ, variables)
     if request.bind == binding.NONE:
         return unbound
-    shares = _shares(request, machine, place.per_node, environ)
+    is_known = place.is_on_one_host or len({host.slots for host in place.hosts}) == 1  # how many ranks this host has
+    shares = _shares(request, machine, place.per_node, environ) if is_known else None
     if request.bind == binding.CORES and mpi.bound and default is not unbound:
         return default
     if shares and place.is_on_one_host and mpi.bound_to_lists:
@@ -308,13 +332,14 @@ def _binding_by_srun(
     threads = cpus or 1
     if request.bind is None:
         return _Binding([], threads)
+    _binds(request)
     binding.refuse_variables(request.bind, environ, [binding.SLURM_VARIABLE])
     unbound = ["--cpu-bind=none"] if can_bind else []
     if request.bind == binding.NONE:
         return _Binding(unbound, threads)
+    shares = _shares(request, machine, per_node, environ) if per_node else None
     if request.bind == binding.CORES and has_cpus and can_bind:
         return _Binding(["--cpu-bind=cores"], threads)
-    shares = _shares(request, machine, per_node, environ) if per_node else None
     # srun ignores masks unless the job has whole nodes, see --cpu-bind=mask_cpu in srun(1), and fails if a mask is
     # outside of the step, which has with --cpus-per-task only so many CPUs. Masks of this node fit nodes with as many.
     own_cpus = len(binding.cpus(machine.processors.cores)) if machine.processors else 0
@@ -387,15 +412,14 @@ def ibrun(request: Request, machine: Machine, job: SlurmAllocation, environ: Map
             "--tag-output: ibrun cannot show which rank has written a line.\n"
             "Write a file for each rank (--log-dir DIR), or use --launcher mpiexec."
         )
-    if request.bind == binding.NONE:
+    if request.bind is not None:
         raise LaunchError(
-            "--bind none: ibrun has no option for it, and binds the ranks itself.\n"
-            "Omit --bind, or use --launcher mpiexec."
+            f"--bind {request.bind}: ibrun binds the ranks itself.\nOmit --bind, or use --launcher mpiexec."
         )
     options = [] if ranks == job.ranks else ["-n", str(ranks), "-o", "0"]  # both or none of them
     per_node = -(-ranks // job.nodes)
     cpus = job.cpus_per_task or min(job.cpus, default=0) // per_node
-    bound = _Binding([], cpus or 1) if request.bind is None else _Binding([], None, binds_in=per_node)
+    bound = _Binding([], cpus or 1)
     child = _for_step(environ, bound.threads)
     return Start(("ibrun", *options, *_last_words(request, machine, bound)), child, ranks=ranks)
 

@@ -154,7 +154,7 @@ PALS = Implementation(
     bound="--cpu-bind depth --depth {cores}",
     tagged="--label --line-buffer",
     agent="",  # its daemons are services of the nodes
-    binding_variables=("PALS_CPU_BIND", "PALS_DEPTH"),
+    binding_variables=("PALS_CPU_BIND",),
     unbound_environ={"PALS_CPU_BIND": "none"},  # aprun's default is one hardware thread per rank
 )
 PALS_WITH_PMIX = dataclasses.replace(PALS, default_environ={"PALS_PMI": "pmix"})  # its default is Cray's PMI

@@ -63,9 +63,10 @@ def with_capacity(hosts: Sequence[Host], selected: int, ranks: int | None) -> tu
 
 
 def without(hosts: Sequence[Host], names: Collection[str]) -> tuple[Host, ...]:
-    """Return the hosts except those with these names, with or without a domain."""
-    excluded = set(map(_without_domain, names))
-    return tuple(host for host in hosts if _without_domain(host.name) not in excluded)
+    """Return the hosts except those with these names; a name that is no host's may have another domain."""
+    exact = {host.name for host in hosts}.intersection(names)
+    others = {_without_domain(name) for name in names if name not in exact}
+    return tuple(host for host in hosts if host.name not in exact and _without_domain(host.name) not in others)
 
 
 def _without_domain(name: str) -> str:

@@ -142,6 +142,9 @@ class Start:
     ranks: int | None = None
     """The number of ranks; None if only the scheduler or the launcher knows it."""
 
+    has_input: bool = True
+    """Whether the launcher gets the standard input of `mpicomm run`."""
+
     hidden: frozenset[str] = frozenset()
     """The variables of the user, whose values may be secrets and are not shown."""
 

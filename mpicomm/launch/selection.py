@@ -62,6 +62,11 @@ def _check(launcher: str, request: Request, library: Library, job: Allocation | 
             f"--launcher {launcher} needs an allocation of {kind.title}, got a process {place}.\n"
             f"Start it in an allocation ({example}), or remove --launcher."
         )
+    if launcher == IBRUN and isinstance(job, SlurmAllocation) and job.groups > 1:
+        raise LaunchError(
+            f"--launcher ibrun: ibrun starts ranks in one component of a job, and this one has {job.groups}.\n"
+            f"Use --launcher srun, or remove --launcher."
+        )
     if request.hosts:
         raise LaunchError(
             f"--hosts and --hostfile do not work with --launcher {launcher}, which starts the ranks on the hosts of "

@@ -276,6 +276,7 @@ class ResumableRun:
             rank_sync.check_equal({"kept_checkpoints": tuple(sorted(kept))}, "callbacks", remedy)
         is_measured = position.name in kept and callbacks.keeps_evaluated_weights
         if self._saved[0] != position.name or is_measured > self._saved[1]:
+            begun = time.monotonic()  # on_checkpoint of the previous save delays training, too
             self._complete()
             self._parts.metrics.check()  # raises if a loss is not finite: such a state must not be saved
             parallel.share_buffers(self._parts.wrapped.inner)  # any rank may write the entries that all ranks have
@@ -283,7 +284,6 @@ class ResumableRun:
             if position.consumed and self._inexact_reason is not None:
                 self._warn(self._inexact_reason)
             reporter.write("checkpoint", position)
-            begun = time.monotonic()
             content = state.collect(self._parts, self._fit_call.evaluating if is_measured else None)
             self.checkpoints.save(position.name, position.step, content, kept=kept, wait=wait)
             if self._interval is not None and not wait:  # a save that training waits for ends the run

@@ -117,7 +117,11 @@ def collect(parts: Assembly, evaluating: Callable[[], AbstractContextManager[obj
         evaluating: Returns the context of evaluations, if the entry `model` is to contain their weights. The weights of
             training are then in the entry `training`.
     """
+    is_without_state = not parts.optimizer.state
     model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
+    if is_without_state:  # torch has made one by a step with zero gradients, which Adam counts
+        parts.optimizer.state.clear()
+        optimizer["state"] = {}
     run = {"optimizer": type(parts.optimizer).__name__, "ranks": parts.world.size, **shared_state(parts)}
     of_callbacks = {name: checkpoint.pack(of_callback) for name, of_callback in run["callbacks"].items()}
     run["callbacks"] = {name: raw for name, (raw, _) in of_callbacks.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ _EXPECTED = {
         "a positive integer, 'auto' or None",
         lambda value: value is None or value == "auto" or POSITIVE.is_within(value),
     ),
-    "node_mtbf_hours": arguments.number("a positive number of hours", lambda value: value > 0).or_none(),
+    "node_mtbf_hours": arguments.number("a positive number of hours", lambda value: 0 < value < math.inf).or_none(),
     "keep_checkpoints": POSITIVE,
     "log_every": POSITIVE,
     "seed": arguments.integer(),
@@ -620,6 +621,7 @@ class Trainer:
     def _fit(self, fit_call: FitCall, train_data: ShardedData, eval_data: ShardedData) -> History:
         agreed = {
             **fit_call.limits.agreed,
+            "save_every": self._options.save_every,
             "the callbacks that keep checkpoints": _listed(self._callbacks.keeping),
             "metrics": _listed(sorted(fit_call.metrics)),
         }

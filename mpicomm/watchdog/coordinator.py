@@ -454,7 +454,8 @@ class Coordinator:
         phrase = f"{'has' if is_one else 'have'} exited, but other ranks wait for {'it' if is_one else 'them'}"
         status = self._exits[absent[0]].status
         cause = f"{self._name(absent)} {phrase}"
-        self._abort(cause, _DUMP_SECONDS, now, status=status or 1, details=self._table(rows))
+        failed = [rank for rank in absent if self._exits[rank].status]
+        self._abort(cause, _DUMP_SECONDS, now, failed, status=status or 1, details=self._table(rows))
 
     def _abort_for_timeout(self, late: protocol.TimedOut, rows: Mapping[int, Status], now: float) -> None:
         silent = [rank for rank, row in rows.items() if isinstance(row, NotResponding)]

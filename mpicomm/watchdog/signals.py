@@ -22,7 +22,7 @@ import sys
 import threading
 import types
 
-from mpicomm import json_messages
+from mpicomm import host_info, json_messages
 from mpicomm.recorder.status import Crash
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
@@ -181,7 +181,7 @@ def _stacks() -> int | None:
     library = _library()
     with contextlib.suppress(OSError):
         if library is not None and sys.__stderr__ is not None:
-            stacks = os.memfd_create("mpicomm-stacks")
+            stacks = host_info.memory_file("mpicomm-stacks")
             library.mpicomm_print_stacks(stacks, sys.__stderr__.fileno())
             return stacks
     return None

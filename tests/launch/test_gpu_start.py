@@ -23,7 +23,7 @@ import torch
 import mpicomm
 from mpicomm import mpi
 
-NAMES = ("MPIR_CVAR_ENABLE_GPU", "OMPI_MCA_accelerator", "OMPI_MCA_opal_cuda_support")
+NAMES = ("MPIR_CVAR_ENABLE_GPU", "OMPI_MCA_accelerator")
 calls, variables = [], {}
 
 
@@ -80,7 +80,7 @@ report()
 """
 ENABLED = {"Open MPI": {}, "MPICH": {"MPIR_CVAR_ENABLE_GPU": "1"}}
 DISABLED = {
-    "Open MPI": {"OMPI_MCA_accelerator": "null", "OMPI_MCA_opal_cuda_support": "0"},
+    "Open MPI": {"OMPI_MCA_accelerator": "null"},
     "MPICH": {"MPIR_CVAR_ENABLE_GPU": "0"},
 }
 TWO_DEVICES = {"EMULATED_DEVICES": "2"}

@@ -136,7 +136,7 @@ MUTANTS = [
     ),
     Mutant(
         "_shares",
-        old="machine.processors is None or (may_use_gpus and any(map(environ.get, binding.OWN_GPU_VARIABLES)))",
+        old="machine.processors is None or (request.bind in (binding.AUTO, binding.GPU) and has_own_gpus)",
         new="machine.processors is None",
         fault="Tasks with a GPU each are bound by masks for GPUs that other tasks have.",
         tests=_SRUN,

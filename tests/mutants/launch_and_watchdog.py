@@ -976,7 +976,7 @@ else:
         tests="tests/unit/test_jobscript.py -k resource_in_a_directive",
     ),
     Mutant(
-        "JobSpec.replaced_resources",
+        "JobSpec._resources_in_directives",
         old=r'r"(?:^|\s)-l\s*(\S+)"',
         new=r'r"-l\s*(\S+)"',
         fault="`mpicomm job pbs` omits select because a value in a directive contains -l.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -71,6 +72,38 @@ def test_all_ranks_save_when_the_interval_of_rank_0_has_passed(
     chosen = entries(directory, "save_interval")
     assert [entry["step"] for entry in chosen] == saved[: len(chosen)]
     assert all(entry["mtbf_s"] == 3600 * ALWAYS / world.num_nodes for entry in chosen)
+
+
+def test_a_save_before_the_first_update_changes_nothing(world: mpicomm.World, directory: Path) -> None:
+    """torch makes the state of an optimizer by a step with zero gradients, which Adam would count."""
+    digests = []
+    for number, save_every in enumerate((None, 1)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 1))
+        calls = itertools.count()
+
+        def loss_of(output: torch.Tensor, target: torch.Tensor, calls: Any = calls) -> torch.Tensor:
+            loss = torch.nn.functional.mse_loss(output, target)
+            return loss * float("inf") if next(calls) == 0 else loss
+
+        options = {"save_every": save_every, "checkpoint_dir": directory / str(number), "progress": "none"}
+        trainer = Trainer(model, optimizer, loss_of, batch_size=4, on_nonfinite="skip", **options)
+        trainer.fit(data, 1, max_steps=6)
+        digests.append([parameter.tolist() for parameter in model.parameters()])
+        steps_taken = {float(state["step"]) for state in optimizer.state.values()}
+        assert len(steps_taken) == 1
+        digests.append(steps_taken)
+    assert digests[:2] == digests[2:]
+
+
+def test_the_interval_must_be_the_same_on_all_ranks(world: mpicomm.World, directory: Path) -> None:
+    if world.size == 1:
+        pytest.skip("needs two ranks")
+    trainer = make_trainer(directory, save_every=2 if world.rank == 0 else 3)
+    with pytest.raises(mpicomm.MpicommError, match="save_every"):
+        fit(trainer)
 
 
 def test_a_rare_failure_needs_few_saves(

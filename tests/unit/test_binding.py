@@ -126,6 +126,17 @@ def test_the_numa_node_of_a_gpu(
 
 
 @pytest.mark.parametrize(("files", "variable"), [(FRONTIER, "ROCR_VISIBLE_DEVICES"), (POLARIS, "CUDA_VISIBLE_DEVICES")])
+def test_ranks_from_which_the_other_gpus_are_hidden_share_no_core() -> None:
+    """Eight GPUs near two NUMA nodes of 32 cores; the container of each rank has one."""
+    cores = tuple((number,) for number in range(64))
+    shares = []
+    for rank in range(8):
+        near = tuple(range(32 * (rank // 4), 32 * (rank // 4) + 32))
+        own = Processors(cores, (tuple(range(32)), tuple(range(32, 64))), (near,), (0,))
+        shares.append(binding.share_of("gpu", own, rank, 8, has_own_gpu=True))
+    assert [(share[0], len(share)) for share in shares] == [((8 * rank,), 8) for rank in range(8)]
+
+
 def test_a_rank_that_sees_only_its_own_gpu_gets_the_part_of_that_gpu(
     files: Files, variable: str, tmp_path: Path
 ) -> None:
@@ -463,7 +474,10 @@ def test_an_error_of_a_rank_is_printed_once_for_each_host(
 ) -> None:
     world = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "9"} if environ else {}
     monkeypatch.setattr(os, "environ", {**world, **environ})
+    ended: list[bool] = []  # on other hosts, which would wait for these ranks
+    monkeypatch.setattr(rank_binding, "_end_job", lambda: ended.append(True))
     assert rank_binding.main(["cores", "9", "true"]) == status
+    assert len(ended) == ("OMPI_COMM_WORLD_LOCAL_SIZE" in environ)
     errors = capsys.readouterr().err
     assert (shown_error in errors) if shown_error else errors == ""
     assert bound == []

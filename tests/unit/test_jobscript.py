@@ -443,6 +443,11 @@ REFUSED = [
     ("slurm --env A=1 --no-env A*", "python x.py", "--env A and --no-env contradict each other for this variable"),
     ("slurm --env A", "torchrun x.py", "--env A: torchrun starts without mpicomm run; expected A=VALUE"),
     ("slurm --no-env A", "torchrun x.py", "--no-env is an option of mpicomm run, without which torchrun starts; use -"),
+    (
+        "pbs --directive=-lselect=9:ngpus=4",
+        "python x.py",
+        "--directive requests 9 nodes, and --nodes 1; pass --nodes 9",
+    ),
     ("pbs --launcher srun", "python x.py", "--launcher in PBS 'srun': expected one of pals, mpiexec"),
     ("slurm --launcher srun", "torchrun x.py", "--launcher does not work with torchrun, which starts the ranks of"),
     ("slurm", "ibrun python x.py", "remove ibrun and its options"),

@@ -130,8 +130,8 @@ GOLDEN: list[tuple[Library, str, dict[str, str], str, str]] = [  # library, PATH
         CRAY,
         "pals",
         PBS,
-        "--launcher-arg=--cpu-bind=numa train.py",  # PALS applies the last one
-        f"OMP_NUM_THREADS=8 {ON_FILE}".replace("python", "--cpu-bind=numa python"),
+        "--launcher-arg=--cpu-bind=numa train.py",  # in place of ours
+        f"OMP_NUM_THREADS=8 {ON_FILE}".replace(DEPTH_8, "--no-abort-on-failure --cpu-bind=numa"),
     ),
     # srun on Cray
     (
@@ -178,13 +178,6 @@ GOLDEN: list[tuple[Library, str, dict[str, str], str, str]] = [  # library, PATH
         {**SLURM, "SLURM_CPUS_PER_TASK": "7", "SLURM_EXPORT_ENV": "NONE"},
         "-n 4 train.py",
         "OMP_NUM_THREADS=7 SLURM_EXPORT_ENV=ALL THP_MEM_ALLOC_ENABLE=1 ibrun -n 4 -o 0 python train.py",
-    ),
-    (
-        INTEL,  # the ranks bind themselves
-        "tacc",
-        SLURM,
-        "--bind numa train.py",
-        "THP_MEM_ALLOC_ENABLE=1 ibrun python -m mpicomm.rank_binding numa 4 python train.py",
     ),
     (
         CRAY,
@@ -272,7 +265,17 @@ REFUSED: list[tuple[Library, str, dict[str, str], str, str]] = [
     (OPEN_MPI, "slurm", SLURM, "--launcher srun", "srun has no PMI for Open MPI 5.0.11, /opt/openmpi/lib/libmpi.so.40"),
     (INTEL, "tacc", SLURM, "-n 9", "at most the 8 tasks of this Slurm job, got -n 9.\nRequest 9 tasks"),
     (INTEL, "tacc", SLURM, "--tag-output", "Write a file for each rank (--log-dir DIR)"),
-    (INTEL, "tacc", SLURM, "--bind none", "ibrun has no option for it, and binds the ranks itself.\nOmit --bind"),
+    (INTEL, "tacc", SLURM, "--bind numa", "--bind numa: ibrun binds the ranks itself.\nOmit --bind"),
+    (
+        INTEL,
+        "tacc",
+        {**SLURM, "SLURM_HET_SIZE": "2"},
+        "--launcher ibrun",
+        "in one component of a job, and this one has",
+    ),
+    (INTEL, "slurm", SLURM, "--launcher ibrun", "ibrun was not found in PATH"),
+    (CRAY, "pals", PBS, "--bind numa --launcher-arg=--cpu-bind", "and --launcher-arg=--cpu-bind both bind the ranks"),
+    (MPICH, "slurm", SLURM, "--bind cores --launcher-arg=--cpu-bind=none", "both bind the ranks.\nUse one of the two."),
     (INTEL, "tacc", SLURM, "--nnodes 1", "do not work in a Slurm job of ibrun, where the scheduler selects the hosts"),
     (MPICH, "pals", {}, "--launcher x", "invalid choice: 'x'"),
     (

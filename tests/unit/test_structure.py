@@ -26,7 +26,7 @@ LAYERS = {
     "json_messages": 1,
     "metrics_file": 0,
     "rank_log": 0,
-    "rank_binding": 2,
+    "rank_binding": 3,
     "launch": 0,
     "mpi": 2,
     "terminal": 1,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpicomm import agreement
+from mpicomm import agreement, host_info
 from mpicomm.errors import MpicommError
 from mpicomm.native import c_library
 
@@ -283,7 +283,7 @@ def share_memory(comm: Intracomm, nbytes: int) -> torch.Tensor:
 
 def _create_memory(nbytes: int) -> tuple[int, torch.Tensor]:
     """Create a file in memory; return its descriptor and its memory, which begins with a random token."""
-    descriptor = os.memfd_create("mpicomm", os.MFD_CLOEXEC)
+    descriptor = host_info.memory_file("mpicomm")
     try:
         os.posix_fallocate(descriptor, 0, nbytes)  # otherwise access to a page could kill the process
         memory = _map(descriptor, nbytes)

@@ -220,9 +220,18 @@ class JobSpec:
         Of several values of a resource in a script, qsub uses the first (set_resources() in OpenPBS 23). It refuses
         resources of the whole job, such as ncpus, beside select and place.
         """
-        values = [word for text in self.directive for word in re.findall(r"(?:^|\s)-l\s*(\S+)", text)]
-        names = {resource.partition("=")[0] for value in values for resource in value.split(",")}
+        names = {resource.partition("=")[0] for resource in self._resources_in_directives()}
         return names | ({"select", "place"} if names & {"ncpus", "nodes"} else set())
+
+    def _resources_in_directives(self) -> list[str]:
+        values = [word for text in self.directive for word in re.findall(r"(?:^|\s)-l\s*(\S+)", text)]
+        return [resource for value in values for resource in value.split(",")]
+
+    def _requested_nodes(self) -> int | None:
+        """PBS: the number of nodes that `directive` requests, each with all ranks of a node; None without one."""
+        chunks = next((text for text in self._resources_in_directives() if text.startswith("select=")), "")
+        match = re.fullmatch(r"select=(\d+)(?!.*(?:mpiprocs|\+)).*", chunks)
+        return int(match[1]) if match else None
 
     @property
     def script_file(self) -> str:
@@ -416,6 +425,8 @@ def _check_pbs(spec: JobSpec) -> None:
                     f"{flag(field)} is a part of `-l {resource}`, which --directive replaces; "
                     f"write it in the directive, and remove {flag(field)}"
                 )
+    if (nodes := spec._requested_nodes()) is not None and nodes != spec.nodes:
+        raise ValueError(f"--directive requests {nodes} nodes, and --nodes {spec.nodes}; pass --nodes {nodes}")
     if spec.array and spec.requeue:
         raise ValueError("--array and --requeue: PBS cannot resubmit one job of an array; remove one of the two")
     for field in ("output", "error"):
