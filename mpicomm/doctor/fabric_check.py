@@ -78,7 +78,10 @@ def _addresses_of_host() -> list[str]:
 def _plugins(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the network plugins of NCCL in the directories of LD_LIBRARY_PATH and in the cache of the loader."""
     directories = [Path(text) for text in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if text]
-    paths = [str(path) for directory in directories if directory.is_dir() for path in sorted(directory.iterdir())]
+    paths = []
+    for directory in directories:
+        with contextlib.suppress(OSError):  # missing, or not readable for this user
+            paths += sorted(str(path) for path in directory.iterdir())
     paths += [line.rpartition("=> ")[2] for line in queries.output_of(["/sbin/ldconfig", "-p"]).splitlines()]
     return tuple(dict.fromkeys(path for path in paths if _PLUGIN.fullmatch(Path(path).name)))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ def write(root: Path, files: Files) -> Path:
 
 def net(name: str, speed: int | None, state: str = "up") -> Files:
     """Return the files of a network interface; the kernel refuses to read the speed of some."""
-    files = {f"sys/class/net/{name}/operstate": f"{state}\n"}
+    files = {f"sys/class/net/{name}/operstate": f"{state}\n", f"sys/class/net/{name}/device/": ""}
     return files if speed is None else files | {f"sys/class/net/{name}/speed": f"{speed}\n"}
 
 
@@ -319,7 +319,15 @@ def test_the_facts_about_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(interfaces, "addresses_of", lambda _: ["10.9.0.1", "10.1.0.1"])
     plugins = ("lib/libnccl-net.so", "lib/librccl-net-ofi.so.0")
     root = write(tmp_path, {**SLINGSHOT, **dict.fromkeys([*plugins, "lib/libnccl.so.2"], "")})
-    facts = fabric_check.collect({"LD_LIBRARY_PATH": f"/nonexistent:{root / 'lib'}"}, root)
+    listing = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:  # the permissions of root would not refuse it
+        if path.name == "private":
+            raise PermissionError(path)
+        return listing(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    facts = fabric_check.collect({"LD_LIBRARY_PATH": f"/nonexistent:{root / 'private'}:{root / 'lib'}"}, root)
     assert (facts.vendor, facts.named, sorted(facts.offered)) == (NVIDIA, "hsn0", ["hsn0", "nmn0"])
     assert facts.plugins[:2] == tuple(str(root / plugin) for plugin in plugins)
     assert [interface.has_address for interface in facts.interfaces] == [True, True, False]
