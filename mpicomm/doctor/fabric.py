@@ -20,7 +20,7 @@ class Interface:
 
     name: str
     gigabits: float | None = None
-    """The speed in Gbit/s; None if the driver does not report it."""
+    """The speed in Gbit/s; None if the driver does not report it, and for virtual interfaces."""
 
     has_address: bool = True
 
@@ -112,7 +112,7 @@ def read(root: Path, listed: Sequence[tuple[str, str]]) -> tuple[tuple[Interface
     directory = root / "sys/class/net"
     names = dict.fromkeys([*with_address, *_children(directory)])
     interfaces = (
-        Interface(name, _gigabits(directory / name), name in with_address)
+        Interface(name, host_info.megabits_of_interface(name, root) / 1000 or None, name in with_address)
         for name in names
         if name != "lo" and (name in with_address or host_info.read(directory / name / "operstate") == "up")
     )
@@ -156,12 +156,6 @@ def _read_rdma(directory: Path) -> Adapter:
     port = ports[index]
     rate = host_info.read(port / "rate").partition(" (")[0]  # `200 Gb/sec (4X HDR)`
     return Adapter(directory.name, host_info.read(port / "link_layer"), states[index], rate)
-
-
-def _gigabits(directory: Path) -> float | None:
-    """Return the speed of an interface: the kernel reports Mbit/s, or -1, or fails to read it."""
-    text = host_info.read(directory / "speed")
-    return int(text) / 1000 if text.isdigit() and int(text) > 0 else None
 
 
 def _children(directory: Path) -> list[str]:
