@@ -770,10 +770,17 @@ else:
     ),
     Mutant(
         "job.j2",
-        old="""{{ "${" ~ name }}-$caches/{{ directory }}}""",
-        new="$caches/{{ directory }}",
+        old="""in "$previous"/*)""",
+        new="""in *)""",
         fault="`mpicomm job --local-caches` replaces directories that the user has set.",
         tests="tests/unit/test_jobs.py -k test_caches_are_in_a_directory_of_the_job",
+    ),
+    Mutant(
+        "job.j2",
+        old="previous=${MPICOMM_LOCAL_CACHES:-/dev/null}",
+        new="previous=/dev/null",
+        fault="A job that `mpicomm job --requeue --local-caches` submits again has the caches of the job before it.",
+        tests="tests/unit/test_jobs.py -k test_caches_of_a_job_that_submits_itself_again",
     ),
     Mutant(
         "torchrun.j2",
