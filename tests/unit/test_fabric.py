@@ -342,8 +342,10 @@ def test_the_facts_about_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_interfaces_of_nccl_that_do_not_exist(value: str, is_wrong: bool) -> None:
     listed = (("lo", "127.0.0.1"), ("eth0", "10.0.0.1"))
     chosen = network_check.collect({"NCCL_SOCKET_IFNAME": value}).chosen
-    facts = network_check.NetworkFacts("a", ("10.0.0.1",), "", 0, listed, chosen)
-    assert ("NCCL_SOCKET_IFNAME" in [finding.check for finding in network_check.check(facts)]) == is_wrong
+    for vendor, status in ((NVIDIA, "problem"), (AMD, "problem"), (INTEL, "warning"), (None, "warning")):
+        facts = network_check.NetworkFacts("a", ("10.0.0.1",), "", 0, listed, chosen, vendor)
+        statuses = [finding.status for finding in network_check.check(facts) if finding.check == "NCCL_SOCKET_IFNAME"]
+        assert statuses == [status] * is_wrong
 
 
 def test_the_command_shows_the_fabric_only_if_asked() -> None:
