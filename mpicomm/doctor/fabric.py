@@ -8,9 +8,10 @@ from pathlib import Path
 
 from mpicomm import host_info
 
-SLINGSHOT = "Slingshot"
+SLINGSHOT, INFINIBAND, ETHERNET = "Slingshot", "InfiniBand", "Ethernet"
 ACTIVE = "ACTIVE"
 GLOO_SOCKETS, NCCL_SOCKETS, NCCL_HCAS = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"
+_DEFAULT_PLUGINS = ("libnccl-net.so", "librccl-net.so")
 _NCCL_DEFAULTS = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")  # tried in this order: NCCL's src/misc/socket.cc
 
 
@@ -31,7 +32,7 @@ class Adapter:
 
     name: str
     network: str
-    """`SLINGSHOT`, or the link layer of an RDMA device: InfiniBand, or Ethernet for RoCE."""
+    """`SLINGSHOT`, or the link layer of an RDMA device: InfiniBand, Ethernet for RoCE, or Unknown for AWS EFA."""
 
     state: str = ACTIVE
     """The state of its port, such as ACTIVE or DOWN; that of Slingshot's devices is not in a file."""
@@ -51,7 +52,7 @@ class FabricFacts:
     """The vendor of the GPUs; None without GPUs."""
 
     plugins: tuple[str, ...] = ()
-    """The network plugins of NCCL or RCCL that the loader of libraries finds."""
+    """The files of network plugins of NCCL or RCCL that the loader of libraries finds."""
 
     offered: tuple[str, ...] = ()
     """The interfaces at which rank 0 of a job on several hosts would listen, in the order in which they are tried."""
@@ -68,9 +69,31 @@ class FabricFacts:
         return [adapter for adapter in self.adapters if adapter.state == ACTIVE]
 
     @property
+    def infiniband(self) -> list[Adapter]:
+        """The adapters of InfiniBand, active or not."""
+        return [adapter for adapter in self.adapters if adapter.network == INFINIBAND]
+
+    @property
+    def without_plugin(self) -> list[Adapter]:
+        """The active adapters that NCCL can use without a plugin: src/transport/net_ib skips other link layers."""
+        return [adapter for adapter in self.active_adapters if adapter.network in (INFINIBAND, ETHERNET)]
+
+    @property
+    def plugin(self) -> str:
+        """The network plugin that NCCL or RCCL loads; empty without one.
+
+        NCCL_NET_PLUGIN is a list of files or of parts of their names, or `none`: see src/plugin/net.cc of NCCL.
+        """
+        value = self.environ.get("NCCL_NET_PLUGIN", "")
+        names = [] if value.lower() == "none" else value.split(",")
+        files = [file for name in names for file in (name, f"libnccl-net-{name}.so", f"librccl-net-{name}.so")]
+        loaded = files if value else _DEFAULT_PLUGINS
+        return next((path for path in self.plugins if path in loaded or Path(path).name in loaded), "")
+
+    @property
     def rdma(self) -> list[Adapter]:
-        """The active adapters that NCCL uses without a plugin: RDMA devices that NCCL_IB_HCA does not exclude."""
-        adapters = [adapter for adapter in self.active_adapters if adapter.network != SLINGSHOT]
+        """The active adapters that NCCL uses without a plugin: those that NCCL_IB_HCA does not exclude."""
+        adapters = self.without_plugin
         selected = select(self.environ.get(NCCL_HCAS, ""), [adapter.name for adapter in adapters])
         return [adapter for adapter in adapters if adapter.name in selected]
 
