@@ -755,10 +755,17 @@ else:
         tests="tests/unit/test_launch_commands.py -k test_variables_that_cannot_be_excluded",
     ),
     Mutant(
-        "_check_variables",
-        old="name not in kept",
+        "environment.refuse_contradiction",
+        old="_matches(name, patterns)",
         new="False",
         fault="A job in which --env and --no-env contradict each other is written, and fails when it starts.",
+        tests="tests/unit/test_jobscript.py -k test_an_error_is_one_line",
+    ),
+    Mutant(
+        "_check_variables",
+        old="[*_OF_EVERY_JOB, *indices, *spec.no_env]",
+        new="[*_OF_EVERY_JOB, *indices]",
+        fault="`mpicomm job --no-env 'SLURM_ARRAY_*'` writes a job that fails when it starts.",
         tests="tests/unit/test_jobscript.py -k test_an_error_is_one_line",
     ),
     Mutant(
