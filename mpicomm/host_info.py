@@ -80,6 +80,24 @@ def cgroup_cpus(root: Path = Path("/")) -> list[int]:
     return []
 
 
+def megabits_of_interface(name: str, root: Path = Path("/")) -> int:
+    """Return the speed of a network interface in Mbit/s; 0 if unknown.
+
+    The kernel has -1 or an error for an unknown one. It invents 10000 for tun, tap and veth, and for bridges of these;
+    so only devices and bonds of devices count, and VLANs and bridges by the interfaces below them.
+
+    Args:
+        name: The name of the interface.
+        root: The root of the file tree.
+    """
+    directory = root / "sys/class/net" / name
+    if (directory / "device").exists() or (directory / "bonding").exists():
+        text = read(directory / "speed")
+        return int(text) if text.isdigit() else 0
+    lower = (path.name.removeprefix("lower_") for path in directory.glob("lower_*"))
+    return max((megabits_of_interface(other, root) for other in lower), default=0)
+
+
 def cpu_quota() -> int | None:
     """Return the CPU limit of the container, in CPUs, rounded up; None without a limit."""
     quota, _, period = read("/sys/fs/cgroup/cpu.max").partition(" ")

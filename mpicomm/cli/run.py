@@ -226,6 +226,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _request(arguments: argparse.Namespace) -> Request:
     hosts, container = _hosts(arguments), _container(arguments)
     python = sys.executable if container is None else PYTHON
+    environment.refuse_contradiction([word.partition("=")[0] for word in arguments.env], arguments.no_env)
     environ = environment.without(os.environ, arguments.no_env)
     program = request.program(arguments.words, arguments.module, python)
     if container is None:  # else the program may be a file of the image

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from mpicomm import host_info
 
-SLINGSHOT = "Slingshot"
+SLINGSHOT, INFINIBAND, ETHERNET = "Slingshot", "InfiniBand", "Ethernet"
 ACTIVE = "ACTIVE"
 GLOO_SOCKETS, NCCL_SOCKETS, NCCL_HCAS = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"
+_DEFAULT_PLUGINS = ("libnccl-net.so", "librccl-net.so")
 _NCCL_DEFAULTS = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")  # tried in this order: NCCL's src/misc/socket.cc
 
 
@@ -20,7 +21,7 @@ class Interface:
 
     name: str
     gigabits: float | None = None
-    """The speed in Gbit/s; None if the driver does not report it."""
+    """The speed in Gbit/s; None if the driver does not report it, and for virtual interfaces."""
 
     has_address: bool = True
 
@@ -31,7 +32,7 @@ class Adapter:
 
     name: str
     network: str
-    """`SLINGSHOT`, or the link layer of an RDMA device: InfiniBand, or Ethernet for RoCE."""
+    """`SLINGSHOT`, or the link layer of an RDMA device: InfiniBand, Ethernet for RoCE, or Unknown for AWS EFA."""
 
     state: str = ACTIVE
     """The state of its port, such as ACTIVE or DOWN; that of Slingshot's devices is not in a file."""
@@ -51,7 +52,7 @@ class FabricFacts:
     """The vendor of the GPUs; None without GPUs."""
 
     plugins: tuple[str, ...] = ()
-    """The network plugins of NCCL or RCCL that the loader of libraries finds."""
+    """The files of network plugins of NCCL or RCCL that the loader of libraries finds."""
 
     offered: tuple[str, ...] = ()
     """The interfaces at which rank 0 of a job on several hosts would listen, in the order in which they are tried."""
@@ -68,9 +69,31 @@ class FabricFacts:
         return [adapter for adapter in self.adapters if adapter.state == ACTIVE]
 
     @property
+    def infiniband(self) -> list[Adapter]:
+        """The adapters of InfiniBand, active or not."""
+        return [adapter for adapter in self.adapters if adapter.network == INFINIBAND]
+
+    @property
+    def without_plugin(self) -> list[Adapter]:
+        """The active adapters that NCCL can use without a plugin: src/transport/net_ib skips other link layers."""
+        return [adapter for adapter in self.active_adapters if adapter.network in (INFINIBAND, ETHERNET)]
+
+    @property
+    def plugin(self) -> str:
+        """The network plugin that NCCL or RCCL loads; empty without one.
+
+        NCCL_NET_PLUGIN is a list of files or of parts of their names, or `none`: see src/plugin/net.cc of NCCL.
+        """
+        value = self.environ.get("NCCL_NET_PLUGIN", "")
+        names = [] if value.lower() == "none" else value.split(",")
+        files = [file for name in names for file in (name, f"libnccl-net-{name}.so", f"librccl-net-{name}.so")]
+        loaded = files if value else _DEFAULT_PLUGINS
+        return next((path for path in self.plugins if path in loaded or Path(path).name in loaded), "")
+
+    @property
     def rdma(self) -> list[Adapter]:
-        """The active adapters that NCCL uses without a plugin: RDMA devices that NCCL_IB_HCA does not exclude."""
-        adapters = [adapter for adapter in self.active_adapters if adapter.network != SLINGSHOT]
+        """The active adapters that NCCL uses without a plugin: those that NCCL_IB_HCA does not exclude."""
+        adapters = self.without_plugin
         selected = select(self.environ.get(NCCL_HCAS, ""), [adapter.name for adapter in adapters])
         return [adapter for adapter in adapters if adapter.name in selected]
 
@@ -112,7 +135,7 @@ def read(root: Path, listed: Sequence[tuple[str, str]]) -> tuple[tuple[Interface
     directory = root / "sys/class/net"
     names = dict.fromkeys([*with_address, *_children(directory)])
     interfaces = (
-        Interface(name, _gigabits(directory / name), name in with_address)
+        Interface(name, host_info.megabits_of_interface(name, root) / 1000 or None, name in with_address)
         for name in names
         if name != "lo" and (name in with_address or host_info.read(directory / name / "operstate") == "up")
     )
@@ -156,12 +179,6 @@ def _read_rdma(directory: Path) -> Adapter:
     port = ports[index]
     rate = host_info.read(port / "rate").partition(" (")[0]  # `200 Gb/sec (4X HDR)`
     return Adapter(directory.name, host_info.read(port / "link_layer"), states[index], rate)
-
-
-def _gigabits(directory: Path) -> float | None:
-    """Return the speed of an interface: the kernel reports Mbit/s, or -1, or fails to read it."""
-    text = host_info.read(directory / "speed")
-    return int(text) / 1000 if text.isdigit() and int(text) > 0 else None
 
 
 def _children(directory: Path) -> list[str]:

@@ -18,7 +18,7 @@ from mpicomm.job import interfaces
 from mpicomm.launch import queries
 from mpicomm.launch.visible_devices import AMD, INTEL, NVIDIA
 
-_PLUGIN = re.compile(r"lib[nr]ccl-net\S*\.so\S*")  # https://docs.nvidia.com, "NCCL Net Plugin"; librccl-net.so of AMD
+_PLUGIN = re.compile(r"lib[nr]ccl-net\S*\.so")  # https://docs.nvidia.com, "NCCL Net Plugin"; librccl-net.so of AMD
 _HOSTS = 2  # of the job for which the rendezvous is predicted: on one host it is loopback
 
 
@@ -76,11 +76,16 @@ def _addresses_of_host() -> list[str]:
 
 
 def _plugins(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the network plugins of NCCL in the directories of LD_LIBRARY_PATH and in the cache of the loader."""
+    """Return the network plugins of NCCL in NCCL_NET_PLUGIN, in LD_LIBRARY_PATH and in the cache of the loader."""
     directories = [Path(text) for text in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if text]
-    paths = [str(path) for directory in directories if directory.is_dir() for path in sorted(directory.iterdir())]
+    paths = []
+    for directory in directories:
+        with contextlib.suppress(OSError):  # missing, or not readable for this user
+            paths += sorted(str(path) for path in directory.iterdir())
     paths += [line.rpartition("=> ")[2] for line in queries.output_of(["/sbin/ldconfig", "-p"]).splitlines()]
-    return tuple(dict.fromkeys(path for path in paths if _PLUGIN.fullmatch(Path(path).name)))
+    named = [name for name in environ.get("NCCL_NET_PLUGIN", "").split(",") if name]
+    plugins = [path for path in paths if _PLUGIN.fullmatch(Path(path).name) or Path(path).name in named]
+    return tuple(dict.fromkeys([*(name for name in named if "/" in name and Path(name).is_file()), *plugins]))
 
 
 # -- the devices and their users ---------------------------------------------------------------------------------------
@@ -102,6 +107,9 @@ def _describe_devices(facts: FabricFacts) -> Finding:
 
 
 def _describe_rendezvous(facts: FabricFacts) -> Finding:
+    address = facts.environ.get("MASTER_ADDR")
+    if address and not facts.offered:
+        return ok("rendezvous", f"at {address} (MASTER_ADDR), which is not an address of this host")
     if not facts.offered:
         return ok("rendezvous", "on this host only: no interface except loopback has an address")
     names = ", then ".join(facts.offered)
@@ -131,9 +139,8 @@ def _describe_library(facts: FabricFacts) -> list[Finding]:
 
 def _data_path(facts: FabricFacts) -> str:
     network = facts.environ.get("NCCL_NET", "").lower()
-    plugin = facts.environ.get("NCCL_NET_PLUGIN") or next(iter(facts.plugins), "")
-    if plugin and network not in ("ib", "socket"):
-        return f"the plugin {plugin}"
+    if facts.plugin and network not in ("ib", "socket"):
+        return f"the plugin {facts.plugin}"
     if facts.rdma and network != "socket" and facts.environ.get("NCCL_IB_DISABLE", "0") == "0":
         return ", ".join(adapter.name for adapter in facts.rdma)
     return "TCP"

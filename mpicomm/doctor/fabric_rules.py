@@ -7,12 +7,15 @@ import re
 from collections.abc import Callable
 
 from mpicomm.doctor import findings
-from mpicomm.doctor.fabric import GLOO_SOCKETS, NCCL_HCAS, NCCL_SOCKETS, SLINGSHOT, FabricFacts
+from mpicomm.doctor.fabric import ACTIVE, GLOO_SOCKETS, NCCL_HCAS, NCCL_SOCKETS, SLINGSHOT, Adapter, FabricFacts
 from mpicomm.doctor.findings import Finding, Status
 from mpicomm.launch.visible_devices import AMD, INTEL, NVIDIA
 
 LIBRARIES = {NVIDIA: "NCCL", AMD: "RCCL", INTEL: "oneCCL"}
 """The vendor's library of collective operations."""
+
+_MONITORS = ("userfaultfd", "uffd", "kdreg2", "memhooks", "disabled")  # of libfabric
+_OTHER_MONITOR = "export FI_MR_CACHE_MONITOR=userfaultfd\nWhere the system has it: export FI_MR_CACHE_MONITOR=kdreg2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Rule:
 
     message: str
     """`{value}` stands for the value of the variable, `{library}` for the vendor's library, `{first}` for the interface
-    at which rank 0 listens first, and `{fastest}` for the fastest one."""
+    at which rank 0 listens first, `{fastest}` for the fastest one, and `{ports}` for the worse ports of InfiniBand."""
 
     remedy: str
     source: Source
@@ -53,6 +56,7 @@ class Rule:
             "library": LIBRARIES.get(facts.vendor or "", "NCCL"),
             "first": "".join(facts.offered[:1]),
             "fastest": _fastest(facts),
+            "ports": ", ".join(f"{port.name} {port.state} {port.rate}".strip() for port in _worse_ports(facts)),
         }
         message = f"{self.message.format(**names)} ({self.source.title}, {self.source.date})"
         report = findings.problem if self.status == "problem" else findings.warning
@@ -72,6 +76,8 @@ KERNEL_IB = Source(
 KERNEL_NET = Source(
     "Linux, sysfs-class-net", "https://www.kernel.org/doc/Documentation/ABI/testing/sysfs-class-net", "2026-11-26"
 )
+LIBFABRIC = Source("libfabric, fi_mr", "https://ofiwg.github.io/libfabric/main/man/fi_mr.3.html", "2026-11-26")
+NCCL_SOURCE = Source("NVIDIA, source of NCCL", "https://github.com/NVIDIA/nccl/tree/master/src", "2026-11-26")
 NVIDIA_NCCL = Source(
     "NVIDIA, NCCL variables", "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html", "2026-11-26"
 )
@@ -93,7 +99,28 @@ def _has_nccl_on_slingshot(facts: FabricFacts) -> bool:
 
 
 def _lacks_plugin(facts: FabricFacts) -> bool:
-    return _has_nccl_on_slingshot(facts) and not facts.plugins and not facts.environ.get("NCCL_NET_PLUGIN")
+    return _has_nccl_on_slingshot(facts) and not facts.plugin
+
+
+def _lacks_plugin_on_efa(facts: FabricFacts) -> bool:
+    has_others = facts.active_adapters != facts.without_plugin and not facts.has_slingshot
+    return _has_nccl(facts) and has_others and not facts.rdma and not facts.plugin
+
+
+def _uses_tcp(facts: FabricFacts) -> bool:
+    is_fast = facts.has_slingshot or bool(facts.rdma)
+    return _has_nccl(facts) and is_fast and facts.environ.get("NCCL_NET", "").lower() == "socket"
+
+
+def _worse_ports(facts: FabricFacts) -> list[Adapter]:
+    """Return the ports of InfiniBand that are not active, or slower than another one."""
+    rates = {adapter.name: float(adapter.rate.partition(" ")[0] or 0) for adapter in facts.infiniband}
+    fastest = max((rates[adapter.name] for adapter in facts.infiniband if adapter.state == ACTIVE), default=0)
+    return [adapter for adapter in facts.infiniband if adapter.state != ACTIVE or rates[adapter.name] < fastest]
+
+
+def _has_no_link(facts: FabricFacts) -> bool:
+    return bool(facts.infiniband) and all(adapter.state == "DOWN" for adapter in facts.infiniband)
 
 
 def _needs_plugin(facts: FabricFacts) -> bool:
@@ -103,7 +130,7 @@ def _needs_plugin(facts: FabricFacts) -> bool:
 def _selects_other_provider(facts: FabricFacts) -> bool:
     """Return whether FI_PROVIDER, a list of providers or `^` and those to exclude, leaves none for Slingshot."""
     value = facts.environ.get("FI_PROVIDER", "")
-    names = re.split("[,;]", value.removeprefix("^"))
+    names = re.split("[,;]", value.removeprefix("^").lower())  # libfabric ignores the case
     # lnx can contain cxi
     is_wrong = "cxi" in names if value.startswith("^") else {"cxi", "lnx"}.isdisjoint(names)
     return facts.has_slingshot and value != "" and is_wrong
@@ -151,7 +178,7 @@ RULES = (
     Rule(
         "OFI plugin",
         SLINGSHOT,
-        lambda facts: _lacks_plugin(facts) and not _needs_plugin(facts),
+        lambda facts: _lacks_plugin(facts) and not _needs_plugin(facts) and not facts.environ.get("NCCL_NET_PLUGIN"),
         "{library} has no network plugin in LD_LIBRARY_PATH and the cache of the loader: it uses TCP on Slingshot, "
         "which does not scale",
         "Load the module of the site with aws-ofi-nccl, or add its directory to LD_LIBRARY_PATH; NCCL_DEBUG=INFO shows "
@@ -159,12 +186,22 @@ RULES = (
         OLCF,
     ),
     Rule(
+        "NCCL_NET_PLUGIN",
+        SLINGSHOT,
+        lambda facts: _lacks_plugin(facts) and not _needs_plugin(facts) and bool(facts.environ.get("NCCL_NET_PLUGIN")),
+        "NCCL_NET_PLUGIN={value} is no network plugin in LD_LIBRARY_PATH and the cache of the loader: {library} uses "
+        "TCP on Slingshot, which does not scale",
+        "Unset it, or name the file of the plugin.",
+        CSCS_NCCL,
+    ),
+    Rule(
         "NCCL_NET",
         SLINGSHOT,
         lambda facts: _lacks_plugin(facts) and _needs_plugin(facts),
-        "NCCL_NET={value} demands a network plugin, and neither LD_LIBRARY_PATH nor the cache of the loader has one: "
-        "{library} fails with `network {value} not found`",
-        "Load the module of the site with aws-ofi-nccl, or add its directory to LD_LIBRARY_PATH.",
+        "NCCL_NET={value} demands a network plugin, and NCCL_NET_PLUGIN, LD_LIBRARY_PATH and the cache of the loader "
+        "select none: {library} fails with `network {value} not found`",
+        "Unset NCCL_NET_PLUGIN. Load the module of the site with aws-ofi-nccl, or add its directory to "
+        "LD_LIBRARY_PATH.",
         CSCS_NCCL,
         "problem",
     ),
@@ -173,15 +210,28 @@ RULES = (
         SLINGSHOT,
         lambda facts: _has_nccl_on_slingshot(facts) and facts.environ.get("FI_MR_CACHE_MONITOR") == "memhooks",
         "FI_MR_CACHE_MONITOR={value} can cause deadlocks with the network plugin of {library}",
-        "export FI_MR_CACHE_MONITOR=kdreg2, where the system has it, or userfaultfd",
+        _OTHER_MONITOR,
         OLCF,
         "problem",
     ),
-    _demanded(
+    Rule(
         "FI_MR_CACHE_MONITOR",
-        "userfaultfd, or kdreg2 where the system has it",
-        "with some monitors of memory registration the plugin of {library} can deadlock",
-        OLCF,
+        SLINGSHOT,
+        lambda facts: (
+            facts.has_slingshot and facts.environ.get("FI_MR_CACHE_MONITOR", "disabled") not in ("", *_MONITORS)
+        ),
+        f"FI_MR_CACHE_MONITOR={{value}}: expected one of {', '.join(_MONITORS)}",
+        _OTHER_MONITOR,
+        LIBFABRIC,
+    ),
+    Rule(
+        "FI_MR_CACHE_MONITOR",
+        SLINGSHOT,
+        # not with AMD: OLCF's page calls the default of Frontier, kdreg2, safe
+        _is_unset("FI_MR_CACHE_MONITOR", lambda facts: facts.vendor == NVIDIA and facts.has_slingshot),
+        "FI_MR_CACHE_MONITOR is not set: the default of some versions, memhooks, can deadlock with the plugin of NCCL",
+        _OTHER_MONITOR,
+        CSCS_NCCL,
     ),
     _demanded(
         "FI_CXI_DISABLE_HOST_REGISTER", "1", "{library} can hang if libfabric registers host memory with it", ISAMBARD
@@ -208,7 +258,7 @@ RULES = (
             and not facts.sockets[0].startswith("hsn")
         ),
         "{library} connects its ranks by another interface than those of Slingshot, hsn*",
-        f"export {NCCL_SOCKETS}=hsn, or =hsn0 if {{library}} then hangs",
+        f"export {NCCL_SOCKETS}=hsn\nIf {{library}} then hangs: export {NCCL_SOCKETS}=hsn0",
         OLCF,
     ),
     *(
@@ -224,11 +274,37 @@ RULES = (
     Rule(
         "RDMA ports",
         "InfiniBand",
-        lambda facts: bool(facts.adapters) and not facts.active_adapters,
-        "no port of an RDMA device is active: MPI fails, or uses TCP",
+        _has_no_link,
+        "no port of InfiniBand has a link: MPI fails, or uses TCP",
         "Examine the cable, the switch and the subnet manager: `ibstat` shows the state of the ports.",
         KERNEL_IB,
         "problem",
+    ),
+    Rule(
+        "RDMA ports",
+        "InfiniBand",
+        lambda facts: bool(_worse_ports(facts)) and not _has_no_link(facts),
+        "ports of InfiniBand that are not active, or slower than others of this host: {ports}",
+        "If this host should use them: a port in state INIT waits for the subnet manager; for the state DOWN or a low "
+        "rate, examine the cable and the switch. `ibstat` shows the state of the ports.",
+        KERNEL_IB,
+    ),
+    Rule(
+        "NCCL_NET",
+        "Slingshot, InfiniBand",
+        _uses_tcp,
+        "NCCL_NET={value}: {library} uses TCP although the host has a faster network",
+        "Unset it.",
+        NVIDIA_NCCL,
+    ),
+    Rule(
+        "OFI plugin",
+        "AWS EFA",
+        _lacks_plugin_on_efa,
+        "{library} has no network plugin, and uses TCP: it skips RDMA devices that are neither InfiniBand nor Ethernet",
+        "Install aws-ofi-nccl, or add its directory to LD_LIBRARY_PATH; NCCL_DEBUG=INFO shows the network that "
+        "{library} uses.",
+        NCCL_SOURCE,
     ),
     Rule(
         "NCCL_IB_DISABLE",
@@ -241,11 +317,7 @@ RULES = (
     Rule(
         NCCL_HCAS,
         "InfiniBand",
-        lambda facts: (
-            _has_nccl(facts)
-            and not facts.rdma
-            and any(adapter.network != SLINGSHOT for adapter in facts.active_adapters)
-        ),
+        lambda facts: _has_nccl(facts) and not facts.rdma and bool(facts.without_plugin),
         f"{NCCL_HCAS}={{value}} selects none of the active RDMA devices of this host: {{library}} uses TCP",
         "Unset it, or name devices of `ls /sys/class/infiniband`.",
         NVIDIA_NCCL,
@@ -263,8 +335,13 @@ RULES = (
     Rule(
         "MPICOMM_INTERFACE",
         "any",
-        lambda facts: not facts.environ.get("MASTER_ADDR") and facts.is_slow(facts.offered),
-        "bootstrap() tries {first} first, over which Gloo then transfers CPU tensors, and {fastest} is faster",
+        lambda facts: (
+            not facts.environ.get("MASTER_ADDR")
+            and not facts.environ.get(GLOO_SOCKETS)
+            and facts.is_slow(facts.offered)
+        ),
+        "bootstrap() tries {first} first, over which Gloo transfers CPU tensors in jobs of torchrun, and {fastest} is "
+        "faster",
         "If all hosts reach each other by {fastest}: export MPICOMM_INTERFACE={fastest}",
         KERNEL_NET,
     ),

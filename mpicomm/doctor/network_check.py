@@ -9,9 +9,11 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
+from mpicomm.devices import counting
 from mpicomm.doctor import fabric
 from mpicomm.doctor.findings import Finding, ok, problem, warning
 from mpicomm.job import interfaces
+from mpicomm.launch.visible_devices import AMD, NVIDIA
 
 _SLOW_SECONDS = 2.0
 # Interfaces of containers and virtual machines, which other hosts cannot reach.
@@ -38,6 +40,9 @@ class NetworkFacts:
     chosen: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The set variables among `_VARIABLES`."""
 
+    vendor: str | None = None
+    """The vendor of the GPUs; None without GPUs."""
+
 
 def collect(environ: Mapping[str, str]) -> NetworkFacts:
     """Return the facts about this host; resolves its name."""
@@ -49,7 +54,9 @@ def collect(environ: Mapping[str, str]) -> NetworkFacts:
         error = getattr(failure, "strerror", None) or str(failure)
     seconds = time.monotonic() - start
     chosen = {name: environ[name] for name in _VARIABLES if environ.get(name)}
-    return NetworkFacts(name, tuple(addresses), error, seconds, tuple(interfaces.listed()), chosen)
+    return NetworkFacts(
+        name, tuple(addresses), error, seconds, tuple(interfaces.listed()), chosen, counting.count({}).vendor
+    )
 
 
 def check(facts: NetworkFacts) -> list[Finding]:
@@ -117,7 +124,8 @@ def _check_interfaces(listed: Sequence[tuple[str, str]]) -> Finding:
 
 def _check_chosen(facts: NetworkFacts) -> list[Finding]:
     return [
-        problem(
+        # without a GPU of NVIDIA or AMD nothing reads the variable of NCCL
+        (warning if variable == fabric.NCCL_SOCKETS and facts.vendor not in (NVIDIA, AMD) else problem)(
             variable,
             f"{variable}={value} selects no interface of this host that is up",
             f"Unset it, or set it to one of {', '.join(dict.fromkeys(name for name, _ in facts.interfaces))}.",

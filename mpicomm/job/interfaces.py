@@ -14,7 +14,7 @@ from mpicomm import host_info
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
 _IFF_UP = 0x1  # linux/if.h
 # Slingshot's interfaces (hsn0 to hsn3, in the pages of ALCF, OLCF, NERSC and LUMI), and those of InfiniBand (ib0).
-# The names decide before the speeds, since a virtual interface may report a higher one than a real network.
+# The names decide before the speeds, since drivers of InfiniBand's interfaces may report none.
 _FAST_NAMES = ("hsn", "ib")
 
 
@@ -41,7 +41,7 @@ def own_addresses() -> list[str]:
     except (OSError, UnicodeError):
         named = []
     interfaces = listed()
-    return by_speed(interfaces, {name: _speed(name) for name, _ in interfaces}, named)
+    return by_speed(interfaces, {name: host_info.megabits_of_interface(name) for name, _ in interfaces}, named)
 
 
 def by_speed(interfaces: Sequence[tuple[str, str]], speeds: Mapping[str, int], named: Collection[str]) -> list[str]:
@@ -98,9 +98,3 @@ def _ipv6() -> list[tuple[str, str]]:
         return []
     rows = [line.split() for line in table.read_text().splitlines()]
     return [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows if row[3] in ("00", "10")]
-
-
-def _speed(name: str) -> int:
-    """Return the speed in Mbit/s; 0 if unknown, for which the kernel has -1 or an error, as of most virtual ones."""
-    text = host_info.read(f"/sys/class/net/{name}/speed")
-    return int(text) if text.isdigit() else 0

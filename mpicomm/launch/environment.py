@@ -26,8 +26,8 @@ FORWARDED: Mapping[str, tuple[str, ...]] = {
     "threads and memory": ("OMP_*", "KMP_*", "MKL_*", "THP_MEM_ALLOC_ENABLE"),
     "mpicomm and its rendezvous": ("MPICOMM_*", "MASTER_ADDR", "MASTER_PORT"),
     "MPI libraries and networks": ("MPICH_*", "MPIR_*", "I_MPI_*", "UCX_*", "FI_*"),
-    "collective libraries": ("NCCL_*", "RCCL_*", "CCL_*", "GLOO_*"),
-    "accelerators": ("CUDA_*", "HIP_*", "HSA_*", "ROCR_*", "MIOPEN_*", "ZE_*"),
+    "collective libraries": ("NCCL_*", "OFI_NCCL_*", "RCCL_*", "CCL_*", "GLOO_*"),
+    "accelerators": ("CUDA_*", "CUBLAS_WORKSPACE_CONFIG", "HIP_*", "HSA_*", "ROCR_*", "MIOPEN_*", "ZE_*"),
     "PyTorch": ("TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "TRITON_*"),
     "models and metrics": ("HF_*", "TOKENIZERS_PARALLELISM", "WANDB_*"),
     "containers": ("APPTAINER*", "SINGULARITY*"),
@@ -103,6 +103,19 @@ def without(environ: Mapping[str, str], patterns: Sequence[str]) -> dict[str, st
                 f"Exclude only variables of your program and its libraries, for example --no-env 'NCCL_*'."
             )
     return {name: value for name, value in environ.items() if not _matches(name, patterns)}
+
+
+def refuse_contradiction(names: Sequence[str], patterns: Sequence[str]) -> None:
+    """Refuse variables of `--env` that `--no-env` excludes.
+
+    Raises:
+        LaunchError: If there is one.
+    """
+    for name in names:
+        if _matches(name, patterns):
+            raise LaunchError(
+                f"--env {name} and --no-env contradict each other for this variable.\nRemove one of the two."
+            )
 
 
 def for_ranks(environ: Mapping[str, str], threads: int | None) -> dict[str, str]:

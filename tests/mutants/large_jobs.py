@@ -20,11 +20,18 @@ MUTANTS = [
         tests="tests/unit/test_rendezvous.py -k fastest_network",
     ),
     Mutant(
-        "interfaces._speed",
+        "host_info.megabits_of_interface",
         old="int(text) if text.isdigit() else 0",
         new="int(text)",
         fault="bootstrap() fails on a host that has an interface without a speed.",
-        tests="tests/unit/test_rendezvous.py -k speed_may_be_unknown",
+        tests="tests/unit/test_rendezvous.py -k the_speed_of_devices",
+    ),
+    Mutant(
+        "host_info.megabits_of_interface",
+        old='(directory / "device").exists() or (directory / "bonding").exists()',
+        new="True",
+        fault="Rank 0 prefers a bridge of containers to a real network of 1 Gbit/s.",
+        tests="tests/unit/test_rendezvous.py -k the_speed_of_devices",
     ),
     # -- copies of the environment -----------------------------------------------------------------------------
     Mutant(

@@ -755,10 +755,17 @@ else:
         tests="tests/unit/test_launch_commands.py -k test_variables_that_cannot_be_excluded",
     ),
     Mutant(
-        "_check_variables",
-        old="name not in kept",
+        "environment.refuse_contradiction",
+        old="_matches(name, patterns)",
         new="False",
         fault="A job in which --env and --no-env contradict each other is written, and fails when it starts.",
+        tests="tests/unit/test_jobscript.py -k test_an_error_is_one_line",
+    ),
+    Mutant(
+        "_check_variables",
+        old="[*_OF_EVERY_JOB, *indices, *spec.no_env]",
+        new="[*_OF_EVERY_JOB, *indices]",
+        fault="`mpicomm job --no-env 'SLURM_ARRAY_*'` writes a job that fails when it starts.",
         tests="tests/unit/test_jobscript.py -k test_an_error_is_one_line",
     ),
     Mutant(
@@ -770,10 +777,17 @@ else:
     ),
     Mutant(
         "job.j2",
-        old="""{{ "${" ~ name }}-$caches/{{ directory }}}""",
-        new="$caches/{{ directory }}",
+        old="""in "$previous"/*)""",
+        new="""in *)""",
         fault="`mpicomm job --local-caches` replaces directories that the user has set.",
         tests="tests/unit/test_jobs.py -k test_caches_are_in_a_directory_of_the_job",
+    ),
+    Mutant(
+        "job.j2",
+        old="previous=${MPICOMM_LOCAL_CACHES:-/dev/null}",
+        new="previous=/dev/null",
+        fault="A job that `mpicomm job --requeue --local-caches` submits again has the caches of the job before it.",
+        tests="tests/unit/test_jobs.py -k test_caches_of_a_job_that_submits_itself_again",
     ),
     Mutant(
         "torchrun.j2",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ def write(root: Path, files: Files) -> Path:
 
 def net(name: str, speed: int | None, state: str = "up") -> Files:
     """Return the files of a network interface; the kernel refuses to read the speed of some."""
-    files = {f"sys/class/net/{name}/operstate": f"{state}\n"}
+    files = {f"sys/class/net/{name}/operstate": f"{state}\n", f"sys/class/net/{name}/device/": ""}
     return files if speed is None else files | {f"sys/class/net/{name}/speed": f"{speed}\n"}
 
 
@@ -54,7 +54,7 @@ SLINGSHOT = {
 }  # fmt: skip
 INFINIBAND = {
     **LO, **net("eno1", 1000), **net("ib0", 200000), **net("ib1", None, "down"), **GPUS,
-    **rdma("mlx5_0", "4: ACTIVE"), **rdma("mlx5_1", "1: DOWN"),
+    **rdma("mlx5_0", "4: ACTIVE"), **rdma("mlx5_1", "1: DOWN", "Ethernet"),
 }  # fmt: skip
 ETHERNET = {
     **LO, **net("docker0", -1, "down"), **net("eno1", 10000), **net("ens1f0", 100000), **net("eno2", 1000), **GPUS,
@@ -72,7 +72,7 @@ TREES = {
     "InfiniBand": (
         INFINIBAND,
         ["lo", "eno1", "ib0"],
-        "eno1 1 Gbit/s, ib0 200 Gbit/s, mlx5_0 (InfiniBand, 200 Gb/sec), mlx5_1 (InfiniBand, 200 Gb/sec) DOWN",
+        "eno1 1 Gbit/s, ib0 200 Gbit/s, mlx5_0 (InfiniBand, 200 Gb/sec), mlx5_1 (Ethernet, 200 Gb/sec) DOWN",
     ),
     "Ethernet": (
         ETHERNET,
@@ -138,11 +138,8 @@ def test_the_devices_of_a_machine(tmp_path: Path, name: str) -> None:
             {"NCCL_SOCKET_IFNAME": "hsn"},
             "hsn0, hsn1; transfers by the plugin /opt/aws-ofi-nccl/lib/libnccl",
         ),
-        (
-            "Slingshot",
-            {"NCCL_NET_PLUGIN": "/p/librccl-net.so"},
-            "nmn0, hsn0, hsn1; transfers by the plugin /p/librccl-",
-        ),
+        ("Slingshot", {"NCCL_NET_PLUGIN": "libnccl-net.so"}, "nmn0, hsn0, hsn1; transfers by the plugin /opt/aws-"),
+        ("Slingshot", {"NCCL_NET_PLUGIN": "None"}, "nmn0, hsn0, hsn1; transfers by TCP"),
         ("Slingshot", {"NCCL_NET": "Socket"}, "nmn0, hsn0, hsn1; transfers by TCP"),
         ("InfiniBand", {}, "by ib0; transfers by mlx5_0 ("),
         ("InfiniBand", {"NCCL_SOCKET_IFNAME": "^ib,lo"}, "by eno1; transfers by mlx5_0"),
@@ -164,6 +161,8 @@ def test_the_interfaces_of_the_rendezvous_and_of_gloo(tmp_path: Path) -> None:
     assert message_of(results, "Gloo").endswith("which bootstrap() selects; without bootstrap(): ens1f0")
     environ = {"GLOO_SOCKET_IFNAME": "eno1"}
     assert message_of(fabric_check.check(dataclasses.replace(facts, environ=environ)), "Gloo").startswith("eno1 (GLOO_")
+    elsewhere = dataclasses.replace(facts, offered=(), environ={"MASTER_ADDR": "node7"})
+    assert message_of(fabric_check.check(elsewhere), "rendezvous").startswith("at node7 (MASTER_ADDR), which is not an")
     alone = fabric_check.check(facts_of(tmp_path / "alone", "a container without a network"))
     assert message_of(alone, "rendezvous").startswith("on this host only")
     assert message_of(alone, "Gloo").endswith("loopback, to which the name of this host leads")
@@ -215,6 +214,9 @@ def test_nccl_without_a_variable(names: str, expected: str) -> None:
 
 WITHOUT_PLUGIN: dict[str, object] = {"plugins": ()}
 IB_DOWN = (Adapter("mlx5_0", "InfiniBand", "DOWN"),)
+IB_UP = Adapter("mlx5_0", "InfiniBand", "ACTIVE", "200 Gb/sec")
+EFA = (Adapter("rdmap0s6", "Unknown", "ACTIVE", "100 Gb/sec"),)
+PLUGIN_FILE = "/opt/aws-ofi-nccl/lib/libnccl-net-ofi.so"
 BROKEN = [
     # the machine, changes of its environment (None: unset) and other facts, the finding, and a part of its text
     ("Slingshot", {"FI_PROVIDER": "tcp;ofi_rxm"}, {}, "FI_PROVIDER", "warning", "FI_PROVIDER=tcp;ofi_rxm excludes cxi"),
@@ -229,21 +231,73 @@ BROKEN = [
         "problem",
         "=memhooks can cause dead",
     ),
-    ("Slingshot", {"FI_MR_CACHE_MONITOR": None}, {}, "FI_MR_CACHE_MONITOR", "warning", "CHE_MONITOR=userfaultfd, or k"),
-    ("Slingshot", {"FI_MR_CACHE_MONITOR": None}, {"vendor": AMD}, "FI_MR_CACHE_MONITOR", "warning", "plugin of RCCL"),
+    (
+        "Slingshot",
+        {"FI_MR_CACHE_MONITOR": None},
+        {},
+        "FI_MR_CACHE_MONITOR",
+        "warning",
+        "export FI_MR_CACHE_MONITOR=userfaultfd\nWhere the system has it: export FI_MR_CACHE_MONITOR=kdreg2",
+    ),
+    (
+        "Slingshot",
+        {"FI_MR_CACHE_MONITOR": "userfaultfd,"},
+        {},
+        "FI_MR_CACHE_MONITOR",
+        "warning",
+        "MONITOR=userfaultfd,: expected one of userfaultfd, uffd, kdreg2, memhooks, disabled (libfabric",
+    ),
+    ("Slingshot", {"NCCL_NET_PLUGIN": "none"}, {}, "NCCL_NET_PLUGIN", "warning", "NCCL_NET_PLUGIN=none is no network"),
+    ("Slingshot", {"NCCL_NET_PLUGIN": "ofi"}, {}, "NCCL_NET_PLUGIN", "warning", "Unset it, or name the file"),
+    (
+        "Slingshot",
+        {"NCCL_NET": "AWS Libfabric", "NCCL_NET_PLUGIN": "ofi"},
+        {},
+        "NCCL_NET",
+        "problem",
+        "Unset NCCL_NET_",
+    ),
+    ("Slingshot", {}, {"plugins": (PLUGIN_FILE,)}, "OFI plugin", "warning", "uses TCP on Slingshot"),
+    ("Slingshot", {"NCCL_NET": "Socket"}, {}, "NCCL_NET", "warning", "NCCL uses TCP although the host has a faster"),
+    ("InfiniBand", {"NCCL_NET": "socket"}, {}, "NCCL_NET", "warning", "Unset it."),
+    ("Ethernet", {}, {"adapters": EFA}, "OFI plugin", "warning", "and uses TCP: it skips RDMA devices"),
     ("Slingshot", {"FI_CXI_DISABLE_HOST_REGISTER": None}, {}, "FI_CXI_DISABLE_HOST_REGISTER", "warning", "REGISTER=1"),
     ("Slingshot", {"FI_CXI_DEFAULT_CQ_SIZE": None}, {}, "FI_CXI_DEFAULT_CQ_SIZE", "warning", "CQ_SIZE=131072"),
     ("Slingshot", {"NCCL_NET_GDR_LEVEL": None}, {}, "NCCL_NET_GDR_LEVEL", "warning", "(CSCS, NCCL, 2026-06-16)"),
     ("Slingshot", {"NCCL_PROTO": None}, {}, "NCCL_PROTO", "warning", "export NCCL_PROTO=^LL128"),
-    ("Slingshot", {"NCCL_SOCKET_IFNAME": None}, {}, "NCCL_SOCKET_IFNAME", "warning", "export NCCL_SOCKET_IFNAME=hsn,"),
+    (
+        "Slingshot",
+        {"NCCL_SOCKET_IFNAME": None},
+        {},
+        "NCCL_SOCKET_IFNAME",
+        "warning",
+        "export NCCL_SOCKET_IFNAME=hsn\nIf",
+    ),
     ("Slingshot", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, {}, "MPICH_GPU_SUPPORT_ENABLED", "warning", "can deadlock if bo"),
     *(
         ("Slingshot", {**AURORA, name: None}, {"vendor": INTEL}, name, "warning", f"export {name}={value}")
         for name, value in AURORA.items()
     ),
-    ("InfiniBand", {}, {"adapters": IB_DOWN}, "RDMA ports", "problem", "no port of an RDMA device is active"),
+    ("InfiniBand", {}, {"adapters": IB_DOWN}, "RDMA ports", "problem", "no port of InfiniBand has a link"),
+    *(
+        (
+            "InfiniBand",
+            {},
+            {"adapters": (*others, Adapter("mlx5_1", "InfiniBand", state, rate))},
+            "RDMA ports",
+            "warning",
+            f"mlx5_1 {state} {rate} (Linux",
+        )
+        for others, state, rate in (
+            ((), "INIT", "200 Gb/sec"),
+            ((IB_UP,), "INIT", "200 Gb/sec"),
+            ((IB_UP,), "DOWN", "10 Gb/sec"),
+            ((IB_UP,), "ACTIVE", "100 Gb/sec"),
+            ((*IB_DOWN,), "INIT", "200 Gb/sec"),
+        )
+    ),
     ("InfiniBand", {"NCCL_IB_DISABLE": "1"}, {}, "NCCL_IB_DISABLE", "warning", "NCCL uses TCP although the host has"),
-    ("InfiniBand", {"NCCL_IB_HCA": "mlx5_1"}, {}, "NCCL_IB_HCA", "warning", "NCCL_IB_HCA=mlx5_1 selects none of the"),
+    ("InfiniBand", {"NCCL_IB_HCA": "mlx5_2"}, {}, "NCCL_IB_HCA", "warning", "NCCL_IB_HCA=mlx5_2 selects none of the"),
     ("InfiniBand", {}, {"offered": ("eno1", "ib0")}, "MPICOMM_INTERFACE", "warning", "export MPICOMM_INTERFACE=ib0"),
     ("Ethernet", {"GLOO_SOCKET_IFNAME": "eno1"}, {}, "GLOO_SOCKET_IFNAME", "warning", "SOCKET_IFNAME=eno1, and ens1f0"),
     ("Ethernet", {"NCCL_SOCKET_IFNAME": "=eno1"}, {}, "NCCL_SOCKET_IFNAME", "warning", "and not over ens1f0, which is"),
@@ -271,11 +325,17 @@ def test_a_rule_that_is_broken(
 KEPT = [
     # settings and machines for which the pages demand nothing
     ("Slingshot", {"FI_PROVIDER": "cxi"}, {}),
+    ("Slingshot", {"FI_PROVIDER": "CXI"}, {}),
     ("Slingshot", {"FI_PROVIDER": "lnx"}, {}),
     ("Slingshot", {"FI_PROVIDER": "^verbs,lnx"}, {}),
     ("Slingshot", {"FI_MR_CACHE_MONITOR": "kdreg2"}, {}),
     ("Slingshot", {"NCCL_NET": "AWS Libfabric"}, {}),
-    ("Slingshot", {"NCCL_NET_PLUGIN": "/p/librccl-net.so"}, WITHOUT_PLUGIN),
+    ("Slingshot", {"FI_MR_CACHE_MONITOR": None}, {"vendor": AMD}),
+    ("Slingshot", {"NCCL_NET_PLUGIN": PLUGIN_FILE}, {"plugins": (PLUGIN_FILE,)}),
+    ("Slingshot", {"NCCL_NET_PLUGIN": "x,ofi"}, {"plugins": (PLUGIN_FILE,)}),
+    ("Ethernet", {}, {"adapters": EFA, "plugins": ("/opt/amazon/ofi-nccl/lib/libnccl-net.so",)}),
+    ("Ethernet", {"NCCL_NET": "Socket"}, {"adapters": (Adapter("mlx5_0", "Ethernet", "DOWN"),)}),
+    ("InfiniBand", {"GLOO_SOCKET_IFNAME": "ib0"}, {"offered": ("eno1", "ib0")}),
     ("Slingshot", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, {"vendor": AMD}),
     ("Slingshot", {"NCCL_PROTO": None}, {"vendor": AMD}),
     ("Slingshot", {"NCCL_IB_DISABLE": "1"}, {}),
@@ -317,11 +377,23 @@ def test_the_facts_about_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     listed = [("lo", "127.0.0.1"), ("nmn0", "10.0.0.1"), ("hsn0", "10.1.0.1"), ("lo", "::1"), ("hsn0", "fd00::1")]
     monkeypatch.setattr(interfaces, "listed", lambda: listed)
     monkeypatch.setattr(interfaces, "addresses_of", lambda _: ["10.9.0.1", "10.1.0.1"])
-    plugins = ("lib/libnccl-net.so", "lib/librccl-net-ofi.so.0")
-    root = write(tmp_path, {**SLINGSHOT, **dict.fromkeys([*plugins, "lib/libnccl.so.2"], "")})
-    facts = fabric_check.collect({"LD_LIBRARY_PATH": f"/nonexistent:{root / 'lib'}"}, root)
+    plugins = ("lib/libnccl-net.so", "lib/librccl-net-ofi.so")
+    root = write(tmp_path, {**SLINGSHOT, **dict.fromkeys([*plugins, "lib/libnccl.so.2", "lib/own.so"], "")})
+    listing = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:  # the permissions of root would not refuse it
+        if path.name == "private":
+            raise PermissionError(path)
+        return listing(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    facts = fabric_check.collect({"LD_LIBRARY_PATH": f"/nonexistent:{root / 'private'}:{root / 'lib'}"}, root)
     assert (facts.vendor, facts.named, sorted(facts.offered)) == (NVIDIA, "hsn0", ["hsn0", "nmn0"])
     assert facts.plugins[:2] == tuple(str(root / plugin) for plugin in plugins)
+    named = str(root / "lib/own.so")
+    assert named in fabric_check.collect({"NCCL_NET_PLUGIN": f"ofi,{named}"}, root).plugins
+    own = {"NCCL_NET_PLUGIN": "own.so", "LD_LIBRARY_PATH": str(root / "lib")}
+    assert named in fabric_check.collect(own, root).plugins
     assert [interface.has_address for interface in facts.interfaces] == [True, True, False]
     assert [adapter.name for adapter in facts.adapters] == ["cxi0", "cxi1"]
     wrong = fabric_check.collect({"MPICOMM_INTERFACE": "xyz0"}, root)
@@ -334,8 +406,10 @@ def test_the_facts_about_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_interfaces_of_nccl_that_do_not_exist(value: str, is_wrong: bool) -> None:
     listed = (("lo", "127.0.0.1"), ("eth0", "10.0.0.1"))
     chosen = network_check.collect({"NCCL_SOCKET_IFNAME": value}).chosen
-    facts = network_check.NetworkFacts("a", ("10.0.0.1",), "", 0, listed, chosen)
-    assert ("NCCL_SOCKET_IFNAME" in [finding.check for finding in network_check.check(facts)]) == is_wrong
+    for vendor, status in ((NVIDIA, "problem"), (AMD, "problem"), (INTEL, "warning"), (None, "warning")):
+        facts = network_check.NetworkFacts("a", ("10.0.0.1",), "", 0, listed, chosen, vendor)
+        statuses = [finding.status for finding in network_check.check(facts) if finding.check == "NCCL_SOCKET_IFNAME"]
+        assert statuses == [status] * is_wrong
 
 
 def test_the_command_shows_the_fabric_only_if_asked() -> None:

@@ -338,6 +338,24 @@ def test_caches_are_in_a_directory_of_the_job(job, tmp_path: Path, scheduler: st
     assert list((tmp_path / "node").iterdir()) == [], "removed at the end of the job"
 
 
+@each_scheduler
+def test_caches_of_a_job_that_submits_itself_again(job, tmp_path: Path, scheduler: str) -> None:
+    """LSF, Flux and sbatch in a job copy its environment to the next one."""
+    made = job(scheduler, "train", local_caches=True)
+    program = '#!/bin/bash\nprintf "%s\\n" "$MPICOMM_LOCAL_CACHES" "$TRITON_CACHE_DIR" "$TORCH_EXTENSIONS_DIR"\n'
+    (made.stand_ins / "mpicomm").write_text(program)
+    previous = tmp_path / "previous"
+    environ = {
+        "MPICOMM_LOCAL_CACHES": previous,
+        "TRITON_CACHE_DIR": previous / "triton",
+        "TORCH_EXTENSIONS_DIR": "/mine",
+    }
+    outcome = made.run(**{name: str(value) for name, value in environ.items()})
+    directory, *values = outcome.stdout.splitlines()
+    assert directory != str(previous)
+    assert values == [f"{directory}/triton", "/mine"]
+
+
 @pytest.mark.parametrize(("scheduler", "starter"), [("pbs", "pbs_tmrsh"), ("lsf", "blaunch")])
 def test_the_ranks_of_torchrun_get_the_caches(job, scheduler: str, starter: str) -> None:
     made = job(scheduler, "torchrun", "train.py", local_caches=True)

@@ -173,6 +173,10 @@ def test_the_number_of_ranks_is_known_without_a_request() -> None:
 SECRET = "NAME=se cret"
 HIDING: list[tuple[list[str], str]] = [
     (["run", "--env", f"1{SECRET}", "true"], "--env 1NAME=***: expected NAME=VALUE"),
+    (
+        ["run", "--env", SECRET, "--no-env", "NAM*", "true"],
+        "--env NAME and --no-env contradict each other for this var",
+    ),
     (["run", "--env", SECRET, "-np", "1", "true"], "mpicomm run --env NAME=*** -n 1 true"),
     (["run", "-x", SECRET, "true"], "mpicomm run --env NAME=*** true"),
     (["run", "no-program", f"--env={SECRET}", "--env", SECRET], "mpicomm run --env=NAME=*** --env NAME=*** no-program"),

@@ -8,12 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from mpicomm import mpi, topology
+from mpicomm import host_info, mpi, topology
 from mpicomm.errors import LaunchError, RendezvousError
 from mpicomm.job import interfaces, rendezvous, torchrun_job
 from mpicomm.job.start_request import StartRequest
@@ -293,10 +294,30 @@ def test_the_fastest_network_is_first(
     assert interfaces.by_speed([(name, address) for name, address, _ in of_node], speeds, named) == expected
 
 
-@pytest.mark.parametrize(("text", "speed"), [("200000", 200000), ("-1", 0), ("", 0)])
-def test_the_speed_may_be_unknown(text: str, speed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interfaces.host_info, "read", {"/sys/class/net/ib0/speed": text}.__getitem__)
-    assert interfaces._speed("ib0") == speed
+@pytest.mark.parametrize(
+    ("name", "speed"),
+    [
+        ("eno1", 25000), ("eno2", 0), ("ib0", 0), ("bond0", 50000), ("eno1.7", 25000), ("br0", 25000),
+        ("veth1", 0), ("docker0", 0), ("tun0", 0), ("missing", 0),
+    ],
+)  # fmt: skip
+def test_the_speed_of_devices_but_not_that_of_virtual_interfaces(tmp_path: Path, name: str, speed: int) -> None:
+    texts = {"eno1": "25000", "eno2": "-1", "bond0": "50000", "eno1.7": "25000"}
+    texts |= dict.fromkeys(("br0", "veth1", "docker0", "tun0"), "10000")  # as Linux reports them
+    for interface, text in {**texts, "ib0": ""}.items():
+        (tmp_path / "sys/class/net" / interface).mkdir(parents=True)
+        (tmp_path / "sys/class/net" / interface / "speed").write_text(f"{text}\n")
+    parts = ("eno1/device", "eno2/device", "ib0/device", "bond0/bonding", "eno1.7/lower_eno1", "br0/bridge")
+    for part in (
+        *parts,
+        "br0/lower_veth1",
+        "br0/lower_eno1",
+        "docker0/bridge",
+        "docker0/lower_veth1",
+        "tun0/tun_flags",
+    ):
+        (tmp_path / "sys/class/net" / part).mkdir()
+    assert host_info.megabits_of_interface(name, tmp_path) == speed
 
 
 def test_a_port_in_use_is_refused_with_the_reason() -> None:

@@ -319,15 +319,13 @@ def _check_mail(spec: JobSpec) -> None:
 
 
 def _check_variables(spec: JobSpec) -> None:
+    indices = [system.array_index for system in SCHEDULERS.values() if system.array_index]
     try:
-        kept = environment.without(dict.fromkeys([*_OF_EVERY_JOB, *spec.variable_names], ""), spec.no_env)
+        # a pattern stands for variables that only the job will have: SLURM_ARRAY_* matches itself and SLURM_*
+        environment.without(dict.fromkeys([*_OF_EVERY_JOB, *indices, *spec.no_env], ""), spec.no_env)
+        environment.refuse_contradiction(spec.variable_names, spec.no_env)
     except LaunchError as error:
         raise ValueError(" ".join(str(error).splitlines())) from error
-    for name in spec.variable_names:
-        if name not in kept:
-            raise ValueError(
-                f"--env {name} and --no-env contradict each other for this variable; remove one of the two"
-            )
 
 
 def _check_command(spec: JobSpec) -> None:
