@@ -257,7 +257,7 @@ def container(
     Args:
         runtime: The runtime that the user requests; None for one that is made for the image.
         binds: Paths of this host in the form of `--container-bind`.
-        log_dir: The directory to which the ranks write their logs.
+        log_dir: The real path of the directory to which the ranks write their logs.
         may_use_srun: Whether srun starts the ranks if this is a Slurm job.
 
     Raises:
@@ -275,7 +275,7 @@ def container(
     by_srun = may_use_srun and bool(environ.get("SLURM_JOB_ID"))
     selected = containers.select(runtime, image, installed, by_srun=by_srun)
     containers.refuse_separation(selected, environ)
-    if log_dir is not None and not Path(log_dir).absolute().is_relative_to(Path.cwd()):
+    if log_dir is not None and not Path(log_dir).is_relative_to(Path.cwd()):
         parsed.append(Bind.parse(log_dir))
     directory = Bind.parse(str(Path.cwd())).source
     return Container(

@@ -232,7 +232,7 @@ def _request(arguments: argparse.Namespace) -> Request:
     if container is None:  # else the program may be a file of the image
         _check_exists(program)
     spares = {SPARES: str(arguments.spares)} if arguments.spares else {}
-    is_fault_tolerant = arguments.fault_tolerant or arguments.spares > 0
+    is_fault_tolerant = _is_fault_tolerant(arguments)
     elastic = {}
     if arguments.horovod:
         program = request.with_horovod(program, python)
@@ -243,7 +243,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         hosts=hosts,
         launcher=arguments.launcher,
         node=_node(arguments),
-        log_dir=arguments.log_dir,
+        log_dir=_log_dir(arguments),
         appends_logs=allocation.requeues(os.environ) > 0,
         tag_output=arguments.tag_output,
         is_fault_tolerant=is_fault_tolerant,
@@ -254,6 +254,16 @@ def _request(arguments: argparse.Namespace) -> Request:
         stage_directory=arguments.stage_env,
         container=container,
     )
+
+
+def _is_fault_tolerant(arguments: argparse.Namespace) -> bool:
+    return arguments.fault_tolerant or arguments.spares > 0
+
+
+def _log_dir(arguments: argparse.Namespace) -> str | None:
+    """Return the directory of the logs; its real path with a container, in which a symbolic link may not exist."""
+    directory: str | None = arguments.log_dir
+    return directory if directory is None or arguments.container is None else str(Path(directory).resolve())
 
 
 def _container(arguments: argparse.Namespace) -> Container | None:
@@ -267,14 +277,15 @@ def _container(arguments: argparse.Namespace) -> Container | None:
             "Remove --stage-env, or --container."
         )
     is_of_scheduler = arguments.launcher in (None, selection.SRUN) and arguments.node_rank is None
-    may_use_srun = is_of_scheduler and arguments.hosts is None and arguments.hostfile is None
+    is_for_mpirun = arguments.hosts is not None or arguments.hostfile is not None or _is_fault_tolerant(arguments)
+    environ = environment.without(os.environ, arguments.no_env)
     return launching.container(
         arguments.container,
         arguments.container_runtime,
         arguments.container_bind,
-        os.environ,
-        log_dir=arguments.log_dir,
-        may_use_srun=may_use_srun,
+        {**environ, **request.variables(arguments.env, environ)},
+        log_dir=_log_dir(arguments),
+        may_use_srun=is_of_scheduler and not is_for_mpirun,
     )
 
 

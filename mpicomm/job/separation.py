@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpicomm import terminal
@@ -22,15 +22,25 @@ def of_this_process(environ: Mapping[str, str]) -> Separation:
     container = containers.running_in(environ)
     if not container:
         return Separation()
-    above = [(pid, name) for pid, name in terminal.processes_above() if starts_ranks(name) or _STEP_DAEMON in name]
-    pid, launcher = above[0] if above else ("self", "")
+    process, launcher = _launcher(terminal.processes_above())
     return Separation(
         container,
         launcher if starts_ranks(launcher) else "",  # a batch script has the step daemon above it, too
         has_own_users=Path("/proc/self/uid_map").read_text().split() != _ALL_USERS,
-        has_own_pids=not above and str(Path("/proc/self/ns/pid").readlink()) != _FIRST_PIDS,
-        has_own_shm=_shm(pid) not in ("", _shm("self")),
+        has_own_pids=not launcher and str(Path("/proc/self/ns/pid").readlink()) != _FIRST_PIDS,
+        has_own_shm=_shm(process) not in ("", _shm("self")),
     )
+
+
+def _launcher(ancestors: Sequence[tuple[int, str]]) -> tuple[int | str, str]:
+    """Return a process outside the container, and the name of the launcher; `self` and empty if neither is visible."""
+    for index, (pid, name) in enumerate(ancestors):
+        if starts_ranks(name):
+            return pid, name
+        if _STEP_DAEMON in name:
+            # With job_container/tmpfs, only its child is in the mount namespace of the job: job_container.conf(5).
+            return (ancestors[index - 1][0] if index else "self"), name
+    return "self", ""
 
 
 def _shm(process: int | str) -> str:

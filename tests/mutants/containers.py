@@ -135,7 +135,7 @@ MUTANTS = [
     ),
     Mutant(
         "separation.of_this_process",
-        old="not above and str(Path('/proc/self/ns/pid').readlink()) != _FIRST_PIDS",
+        old="not launcher and str(Path('/proc/self/ns/pid').readlink()) != _FIRST_PIDS",
         new="False",
         fault="Open MPI crashes in containers with PID namespaces of their own.",
         tests="tests/launch/test_containers.py -k 'separated_ranks and pid and this and not ipc'",

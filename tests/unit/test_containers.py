@@ -295,6 +295,33 @@ def test_a_dry_run_shows_the_command_of_apptainer(host: Path, capsys: pytest.Cap
     assert " PMIX_MCA_gds=hash " in f" {shown}"
 
 
+def test_logs_outside_the_working_directory_are_visible(
+    host: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`../logs` and a symbolic link to another directory are below the working directory by name only."""
+    (host / "data" / "link").symlink_to(host / "bin")
+    monkeypatch.chdir(host / "data")
+    for given, path in (("../logs", host / "logs"), ("link", host / "bin"), ("logs", None)):
+        assert main(["run", "-n", "2", "--dry-run", "--container", "../image.sif", "--log-dir", given, "train.py"]) == 0
+        shown = capsys.readouterr().out
+        assert f"rank_log {path or host / 'data' / 'logs'} 0 " in shown
+        assert (f" --bind {path}:{path} " in shown) == (path is not None)
+        assert shown.count(" --bind ") == 1 + (path is not None)
+
+
+def test_the_variables_of_the_ranks_choose_the_command(
+    host: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    image = ["run", "-n", "2", "--dry-run", "--container", "image.sif"]
+    assert main([*image, "--env", f"TMPDIR={host.root}scratch", "train.py"]) == 0
+    assert "PMIX_SERVER_TMPDIR" in capsys.readouterr().out
+    assert main([*image, "--env", "APPTAINER_CONTAINALL=1", "train.py"]) == 2
+    assert "unset APPTAINER_CONTAINALL" in capsys.readouterr().err
+    monkeypatch.setenv("APPTAINER_CONTAINALL", "1")
+    assert main([*image, "--no-env", "APPTAINER_CONTAINALL", "train.py"]) == 0
+
+
 def test_a_dry_run_shows_the_command_of_pyxis(
     host: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,10 +333,14 @@ def test_a_dry_run_shows_the_command_of_pyxis(
     queries.constant_output.cache_clear()
     try:
         assert main(["run", "--dry-run", "--container", "nvcr.io#nvidia/pytorch:25.06-py3", "train.py"]) == 0
+        by_srun = capsys.readouterr().out
+        if mpi.library().name == OPEN_MPI.name:  # mpirun starts the ranks
+            assert main(["run", "--dry-run", "--fault-tolerant", "--container", "user/image:1", "train.py"]) == 0
+            assert " apptainer exec " in capsys.readouterr().out
     finally:
         queries.constant_output.cache_clear()
     mpi_type = mpi.library().srun_type
-    assert capsys.readouterr().out.endswith(
+    assert by_srun.endswith(
         f" srun --mpi={mpi_type} --kill-on-bad-exit=0 '{PYXIS_IMAGE}' --container-mounts={host}:{host} "
         f"--container-workdir={host} --ntasks=4 --cpus-per-task=2 python train.py\n"
     )

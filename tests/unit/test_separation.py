@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from mpicomm.job import separation
 from mpicomm.launch import containers, detect
 from mpicomm.launch.containers import Separation
 from mpicomm.launch.mpi_library import Library
@@ -76,6 +77,21 @@ def test_ranks_without_common_shared_memory_cannot_form_a_job(
     problem = separation.problem(local_size)
     assert bool(problem) == is_problem
     assert not problem or "Remove --contain" in problem
+
+
+@pytest.mark.parametrize(
+    ("ancestors", "expected"),
+    [
+        ([], ("self", "")),
+        ([(5, "bash"), (4, "sshd")], ("self", "")),
+        ([(5, "sh"), (4, "prterun"), (3, "bash"), (2, "slurmstepd")], (4, "prterun")),
+        ([(5, "starter"), (4, "sh"), (3, "slurmstepd")], (4, "slurmstepd")),
+        ([(3, "slurmstepd")], ("self", "slurmstepd")),
+    ],
+)
+def test_the_process_outside_the_container(ancestors: list[tuple[int, str]], expected: tuple[int | str, str]) -> None:
+    """The step daemon of Slurm is not in the mount namespace that job_container/tmpfs makes for its child."""
+    assert separation._launcher(ancestors) == expected
 
 
 @pytest.mark.parametrize(
