@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "env_copy.copy_to_nodes",
-        old="shutil.rmtree(copy, ignore_errors=True)",
+        old="remove(copy)",
         fault="After an error on one node, incomplete copies remain on all.",
         tests="tests/launch/test_stage_env.py -k leaves_no_copy_on_any",
     ),

@@ -334,7 +334,7 @@ def test_a_dry_run_shows_the_command_of_pyxis(
     try:
         assert main(["run", "--dry-run", "--container", "nvcr.io#nvidia/pytorch:25.06-py3", "train.py"]) == 0
         by_srun = capsys.readouterr().out
-        if mpi.library().name == OPEN_MPI.name:  # mpirun starts the ranks
+        if mpi.library().vendor == OPEN_MPI.vendor:  # mpirun starts the ranks
             assert main(["run", "--dry-run", "--fault-tolerant", "--container", "user/image:1", "train.py"]) == 0
             assert " apptainer exec " in capsys.readouterr().out
     finally:

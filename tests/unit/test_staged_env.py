@@ -130,10 +130,10 @@ def test_a_copy_is_made_once_on_every_host(
         (
             HOSTS,
             {HOSTS[0]: "", HOSTS[1]: "ssh exited with status 255"},
-            "may remain on b.\nRemove it there: rm -r /copy",
+            "may remain on b.\nRemove it there: chmod -R u+rwX /copy && rm -r /copy",
         ),
         (HOSTS, {HOSTS[0]: "", HOSTS[1]: ""}, ""),
-        ((), {}, "may remain on the nodes.\nRemove it there: rm -r /copy"),
+        ((), {}, "may remain on the nodes.\nRemove it there: chmod -R u+rwX /copy && rm -r /copy"),
     ],
     ids=["a lost host", "a hang of the launcher", "unknown hosts"],
 )

@@ -25,6 +25,7 @@ EXCEPTIONS = {
     "mpicomm/watchdog/rank_reports.py": "reads the GPU by NVML, which other vendors do not have",
     "mpicomm/doctor/gpu_check.py": "runs the tools of the drivers, which need no torch, by their names",
     "mpicomm/doctor/fabric_check.py": "looks for the network plugins of the vendors' libraries by their names",
+    "mpicomm/doctor/network_check.py": "the variable of a library that only GPUs of two vendors have",
     "mpicomm/doctor/fabric_rules.py": "the settings that pages of centres demand for the library of each vendor",
     "mpicomm/cli/bench.py": "examples of the types of devices that --device accepts",
     "mpicomm/launch/containers.py": "the options and variables with which container runtimes pass GPUs of each vendor",
