@@ -160,7 +160,7 @@ def test_the_launcher_starts_the_ranks_of_the_page(
     environ |= centre.variables
     ours, of_page = (
         run_in_job(centre, text, lines, tmp_path, python, **environ)
-        for lines in (text, f"{centre.launch} {python} train.py")
+        for lines in (text, f"{centre.launch} {python.with_name('python')} train.py")
     )
     assert (ours.status, of_page.status) == (0, 0), f"{ours}\n{of_page}"
     assert sorted(ours.stdout.splitlines()) == sorted(of_page.stdout.splitlines()) != [], ours
