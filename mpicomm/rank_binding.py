@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     except (LaunchError, OSError) as error:
         if not local_rank:  # once for each host
             print(f"mpicomm run: {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
-        if launch is not None and launch.kind == "mpi":
+        if launch is not None and local_rank is not None and launch.kind == "mpi":  # not all hosts need to fail
             _end_job()
         return _FAILED
     return rank_log.become(command)

@@ -15,7 +15,7 @@ import pytest
 from tests import apptainer
 from tests.launching import OTHER_MPI_ENV, ROOT, Outcome, run_command
 
-ENVIRONMENTS = {"this MPI": Path(sys.prefix), "the other MPI": Path(OTHER_MPI_ENV or "")}
+ENVIRONMENTS = {"this MPI": Path(sys.prefix), "the other MPI": ROOT / (OTHER_MPI_ENV or "")}
 P2P = ("-m", "mpicomm.examples.p2p")
 LAST_LINES = {"rank 0: had 0, received 1 from rank 1", "rank 1: had 1, received 0 from rank 0"}
 REDUCE = """

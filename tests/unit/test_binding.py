@@ -126,17 +126,6 @@ def test_the_numa_node_of_a_gpu(
 
 
 @pytest.mark.parametrize(("files", "variable"), [(FRONTIER, "ROCR_VISIBLE_DEVICES"), (POLARIS, "CUDA_VISIBLE_DEVICES")])
-def test_ranks_from_which_the_other_gpus_are_hidden_share_no_core() -> None:
-    """Eight GPUs near two NUMA nodes of 32 cores; the container of each rank has one."""
-    cores = tuple((number,) for number in range(64))
-    shares = []
-    for rank in range(8):
-        near = tuple(range(32 * (rank // 4), 32 * (rank // 4) + 32))
-        own = Processors(cores, (tuple(range(32)), tuple(range(32, 64))), (near,), (0,))
-        shares.append(binding.share_of("gpu", own, rank, 8, has_own_gpu=True))
-    assert [(share[0], len(share)) for share in shares] == [((8 * rank,), 8) for rank in range(8)]
-
-
 def test_a_rank_that_sees_only_its_own_gpu_gets_the_part_of_that_gpu(
     files: Files, variable: str, tmp_path: Path
 ) -> None:
@@ -149,6 +138,17 @@ def test_a_rank_that_sees_only_its_own_gpu_gets_the_part_of_that_gpu(
         assert set(binding.cpus(part)) < set(own.gpus[rank])
     hidden = read(files, tmp_path, environ={variable: "GPU-5"})  # a UUID, which only the driver knows
     assert binding.share_of("gpu", hidden, 1, ranks, has_own_gpu=True) == binding.shares("cores", hidden, ranks)[1]
+
+
+def test_ranks_from_which_the_other_gpus_are_hidden_share_no_core() -> None:
+    """Eight GPUs near two NUMA nodes of 32 cores; the container of each rank has one."""
+    cores = tuple((number,) for number in range(64))
+    shares = []
+    for rank in range(8):
+        near = tuple(range(32 * (rank // 4), 32 * (rank // 4) + 32))
+        own = Processors(cores, (tuple(range(32)), tuple(range(32, 64))), (near,), (0,))
+        shares.append(binding.share_of("gpu", own, rank, 8, has_own_gpu=True))
+    assert [(share[0], len(share)) for share in shares] == [((8 * rank,), 8) for rank in range(8)]
 
 
 @pytest.mark.parametrize("files", [FRONTIER, POLARIS, AURORA, TWO_SOCKETS, ALTERNATING, {}])
