@@ -39,7 +39,7 @@ class Accelerators:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _Device:
     """An accelerator in the kernel's files."""
 
     partitions: int = 0
@@ -57,11 +57,11 @@ def count(environ: Mapping[str, str], root: Path = Path("/")) -> Accelerators:
         environ: The environment of the process, whose variables restrict the devices.
         root: The root of the file tree.
     """
-    found = {vendor: read(root) for vendor, read in _READERS.items()}
-    if not any(found.values()) and visible_devices.VARIABLES[NVIDIA][0] in environ:
+    devices_of = {vendor: read(root) for vendor, read in _READERS.items()}
+    if not any(devices_of.values()) and visible_devices.VARIABLES[NVIDIA][0] in environ:
         # Windows Subsystem for Linux has no device files of GPUs: the variable is the only source.
-        found[NVIDIA] = [_Found()] * _MOST_DEVICES
-    for vendor, devices in found.items():
+        devices_of[NVIDIA] = [_Device()] * _MOST_DEVICES
+    for vendor, devices in devices_of.items():
         if visible := visible_devices.selected(vendor, environ, [device.partitions for device in devices]):
             directories = tuple(device.directory for device in devices)
             return Accelerators(vendor, len(visible), directories, tuple(visible))
@@ -71,17 +71,17 @@ def count(environ: Mapping[str, str], root: Path = Path("/")) -> Accelerators:
 # -- a reader for each vendor ----------------------------------------------------------------------------------------
 
 
-def _read_nvidia(root: Path) -> list[_Found]:
+def _read_nvidia(root: Path) -> list[_Device]:
     driver, pci = root / "proc/driver/nvidia", root / "sys/bus/pci/devices"
     addresses = {_minor(gpu): gpu.name for gpu in _children(driver / "gpus", "*")}
     minors = _numbers(root / "dev", "nvidia")
     if not minors:
-        return [_Found(directory=pci / gpu.name) for gpu in _children(driver / "gpus", "*")]
+        return [_Device(directory=pci / gpu.name) for gpu in _children(driver / "gpus", "*")]
     # CUDA numbers equal GPUs by their PCI addresses. The directories of MIG's compute instances are named by the minor
     # number of the GPU's device file.
     usable = [minor for minor in minors if _may_open(root / f"dev/nvidia{minor}")]
     return [
-        _Found(
+        _Device(
             len(_children(driver / f"capabilities/gpu{minor}", "mig/gi*/ci*")),
             pci / addresses[minor] if minor in addresses else None,
         )
@@ -95,12 +95,12 @@ def _minor(gpu: Path) -> int | None:
     return int(line[1]) if line else None
 
 
-def _read_amd(root: Path) -> list[_Found]:
+def _read_amd(root: Path) -> list[_Device]:
     """Return each node of the topology of amdkfd that is a GPU: a GCD of an MI250X is a node."""
     # By number: as ROCr, for which node 10 is after node 9.
     numbers = _numbers(root / "sys/class/kfd/kfd/topology/nodes", "")
     nodes = [_properties(root / f"sys/class/kfd/kfd/topology/nodes/{number}/properties") for number in numbers]
-    return [_Found(directory=_render_device(root, node)) for node in nodes if _is_amd_gpu(root, node)]
+    return [_Device(directory=_render_device(root, node)) for node in nodes if _is_amd_gpu(root, node)]
 
 
 def _render_device(root: Path, properties: Mapping[str, int]) -> Path | None:
@@ -124,10 +124,10 @@ def _properties(path: Path) -> dict[str, int]:
     return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
 
 
-def _read_intel(root: Path) -> list[_Found]:
+def _read_intel(root: Path) -> list[_Device]:
     drm = root / "sys/class/drm"
     cards = [drm / f"card{number}" for number in _numbers(drm, "card")]
-    return [_Found(_tiles(card), card / "device") for card in cards if _is_discrete_intel_gpu(root, card / "device")]
+    return [_Device(_tiles(card), card / "device") for card in cards if _is_discrete_intel_gpu(root, card / "device")]
 
 
 def _is_discrete_intel_gpu(root: Path, device: Path) -> bool:
@@ -143,19 +143,19 @@ def _tiles(card: Path) -> int:
     return len(_numbers(card / "device", "tile")) or len(_numbers(card / "gt", "gt"))
 
 
-def _read_ascend(root: Path) -> list[_Found]:
-    return [_Found() for _ in _numbers(root / "dev", "davinci")]
+def _read_ascend(root: Path) -> list[_Device]:
+    return [_Device() for _ in _numbers(root / "dev", "davinci")]
 
 
-def _read_gaudi(root: Path) -> list[_Found]:
+def _read_gaudi(root: Path) -> list[_Device]:
     # The devices of /dev/accel may also be NPUs of processors.
     accel = root / "sys/class/accel"
     minors = _numbers(root / "dev/accel", "accel")
     devices = [accel / f"accel{minor}/device" for minor in minors]
-    return [_Found(directory=device) for device in devices if host_info.read(device / "vendor") == _HABANA_VENDOR]
+    return [_Device(directory=device) for device in devices if host_info.read(device / "vendor") == _HABANA_VENDOR]
 
 
-_READERS: Mapping[str, Callable[[Path], list[_Found]]] = {
+_READERS: Mapping[str, Callable[[Path], list[_Device]]] = {
     NVIDIA: _read_nvidia,
     AMD: _read_amd,
     INTEL: _read_intel,

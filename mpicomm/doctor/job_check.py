@@ -117,7 +117,7 @@ def _name_hosts(ranks: Sequence[RankFacts], members: Sequence[int]) -> str:
 def _check_binding(members: Sequence[RankFacts]) -> list[Finding]:
     """Check that no ranks of a node share cores, unless all are free to use enough of them."""
     host, processors = members[0].host, {facts.rank: facts.processors for facts in members}
-    by_cpus = agreement.ranks_by_value([each.cpus for each in processors.values()], list(processors))
+    by_cpus = agreement.ranks_by_value([cores.cpus for cores in processors.values()], list(processors))
     results = _check_overlaps(host, {ranks[0]: ranks for ranks in by_cpus.values()}, processors)
     for cpus, ranks in by_cpus.items():
         cores, of_job = processors[ranks[0]].cores, processors[ranks[0]].job_cores

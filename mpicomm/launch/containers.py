@@ -270,11 +270,11 @@ def refuse_separation(runtime: Runtime, environ: Mapping[str, str]) -> None:
         LaunchError: If one of them is set.
     """
     names = [f"{prefix}_{name}" for prefix in ("APPTAINER", "SINGULARITY") for name in _SEPARATING]
-    found = [name for name in names if environ.get(name, "").lower() in ("1", "true", "yes", "y", "on")]
-    if found and runtime is RUNTIMES["apptainer"]:
+    set_names = [name for name in names if environ.get(name, "").lower() in ("1", "true", "yes", "y", "on")]
+    if set_names and runtime is RUNTIMES["apptainer"]:
         raise LaunchError(
-            f"{' and '.join(found)} separates ranks in containers from the launcher and from each other: MPI would "
-            f"crash or hang.\n  unset {' '.join(found)}"
+            f"{' and '.join(set_names)} separates ranks in containers from the launcher and from each other: MPI would "
+            f"crash or hang.\n  unset {' '.join(set_names)}"
         )
 
 

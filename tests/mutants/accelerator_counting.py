@@ -12,14 +12,14 @@ MUTANTS = [
     # -- the kernel's files ---------------------------------------------------------------------------------------
     Mutant(
         "counting.count",
-        old="any(found.values())",
-        new="found[NVIDIA]",
+        old="any(devices_of.values())",
+        new="devices_of[NVIDIA]",
         fault="On a machine with GPUs of AMD, CUDA_VISIBLE_DEVICES adds GPUs of NVIDIA.",
         tests="tests/unit/test_machines.py -k another_vendor",
     ),
     Mutant(
         "counting.count",
-        old="[_Found()] * _MOST_DEVICES",
+        old="[_Device()] * _MOST_DEVICES",
         new="[]",
         fault="On Windows Subsystem for Linux a rank per core is started although CUDA_VISIBLE_DEVICES names GPUs.",
         tests="tests/unit/test_machines.py -k without_device_files",
@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "_read_nvidia",
-        old="[_Found(directory=pci / gpu.name) for gpu in _children(driver / 'gpus', '*')]",
+        old="[_Device(directory=pci / gpu.name) for gpu in _children(driver / 'gpus', '*')]",
         new="[]",
         fault="GPUs whose device files do not exist yet are not counted: the driver creates them at the first use.",
         tests=_FILES,

@@ -66,7 +66,7 @@ MUTANTS = [
     ),
     Mutant(
         "containers.refuse_separation",
-        old="found and runtime is RUNTIMES['apptainer']",
+        old="set_names and runtime is RUNTIMES['apptainer']",
         new="False",
         fault="With APPTAINER_CONTAINALL each rank is a world of its own.",
         tests=f"{_UNIT} separate_the_ranks",

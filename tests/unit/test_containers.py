@@ -117,9 +117,9 @@ def test_the_container_engine_takes_mounts_from_its_file() -> None:
 
 def test_a_rank_binds_itself_in_the_container() -> None:
     """The wrappers of a program run by the python of the image."""
-    request = Request(PROGRAM, container=CONTAINERS["apptainer"], bind="gpu", log_dir="/work/logs")
+    request = Request(PROGRAM, container=CONTAINERS["apptainer"], bind="gpu", log_dir="/data/logs")
     command = request.rank_command(MACHINE.python, binds_in=4)
-    wrappers = "python -m mpicomm.rank_log /work/logs 0 python -m mpicomm.rank_binding gpu 4 python train.py"
+    wrappers = "python -m mpicomm.rank_log /data/logs 0 python -m mpicomm.rank_binding gpu 4 python train.py"
     assert shlex.join(command) == f"apptainer exec --bind /work /i/a.sif {wrappers}"
 
 

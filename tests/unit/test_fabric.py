@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,18 +20,7 @@ from mpicomm.doctor.findings import Finding
 from mpicomm.job import interfaces
 from mpicomm.launch.visible_devices import AMD, INTEL, NVIDIA
 from tests.launching import run_command
-
-Files = Mapping[str, str]
-"""The contents of files by path; a path that ends with `/` is a directory."""
-
-
-def write(root: Path, files: Files) -> Path:
-    for name, text in files.items():
-        path = root / name
-        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
-        if not name.endswith("/"):
-            path.write_text(text)
-    return root
+from tests.machine_files import Files, write
 
 
 def net(name: str, speed: int | None, state: str = "up") -> Files:
@@ -101,7 +90,7 @@ AURORA = {
 def facts_of(root: Path, name: str, **others: object) -> FabricFacts:
     """Return the facts about a machine whose settings are as the pages demand."""
     files, names, _ = TREES[name]
-    devices = fabric.read(write(root, files), [(interface, f"10.0.0.{index}") for index, interface in enumerate(names)])
+    devices = fabric.read(write(files, root), [(interface, f"10.0.0.{index}") for index, interface in enumerate(names)])
     environ, plugins = (SETTINGS, ("/opt/aws-ofi-nccl/lib/libnccl-net.so",)) if name == "Slingshot" else ({}, ())
     offered = ("hsn0", "hsn1", "nmn0") if name == "Slingshot" else tuple(reversed(names[1:]))
     vendor = NVIDIA if "dev/nvidia0" in files else None
@@ -378,7 +367,7 @@ def test_the_facts_about_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(interfaces, "listed", lambda: listed)
     monkeypatch.setattr(interfaces, "addresses_of", lambda _: ["10.9.0.1", "10.1.0.1"])
     plugins = ("lib/libnccl-net.so", "lib/librccl-net-ofi.so")
-    root = write(tmp_path, {**SLINGSHOT, **dict.fromkeys([*plugins, "lib/libnccl.so.2", "lib/own.so"], "")})
+    root = write({**SLINGSHOT, **dict.fromkeys([*plugins, "lib/libnccl.so.2", "lib/own.so"], "")}, tmp_path)
     listing = Path.iterdir
 
     def iterdir(path: Path) -> Iterator[Path]:  # the permissions of root would not refuse it
