@@ -115,8 +115,11 @@ class CUDA(Vendor):
         return str(uuid.UUID(bytes=octets.raw))
 
     def is_capturing(self) -> bool:
-        """Return whether the current stream captures a CUDA graph instead of running its work."""
-        return torch.cuda.is_current_stream_capturing()
+        """Return whether the current stream captures a CUDA graph instead of running its work.
+
+        torch's function raises if the host has no driver.
+        """
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def versions(self) -> dict[str, str]:
         """Return the versions of CUDA (or ROCm) and NCCL."""

@@ -110,6 +110,13 @@ MUTANTS = [
         tests=f"{_BACKENDS} -k vendors_backend",
     ),
     Mutant(
+        "CUDA.is_capturing",
+        old="torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()",
+        new="torch.cuda.is_current_stream_capturing()",
+        fault="Messages and conjugated views fail with a torch for CUDA on a host without a driver.",
+        tests="tests/unit/test_gpus.py -k without_a_driver",
+    ),
+    Mutant(
         "CUDA.gpu_uuid",
         old="driver.cuDeviceGetUuid(octets, device)",
         new="driver.cuDeviceGetUuid_v2(octets, device)",

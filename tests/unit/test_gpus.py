@@ -150,6 +150,13 @@ def test_a_mig_device_belongs_to_the_gpu_that_nccl_compares(cuda: SimpleNamespac
     assert vendors.CUDA().gpu_uuid(1) == ""
 
 
+def test_a_host_without_a_driver_captures_no_graph() -> None:
+    """torch is built for CUDA on a host whose driver is missing, or too old."""
+    error = RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=error):
+        assert not vendors.CUDA().is_capturing()
+
+
 def test_rocm_takes_torchs_streams(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     vendors.ROCm().allow_events_during_capture()  # without the runtime of HIP
     runtime = Driver()
