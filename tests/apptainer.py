@@ -2,12 +2,12 @@
 
 It accepts only options that Apptainer 1.4 documents, and models its defaults as the user guide describes them: the
 container shares /dev (with /dev/shm), /proc, /sys, /tmp, the home directory, the working directory, and the network,
-PID and IPC namespaces. All variables enter it except PATH, which the image sets, and LD_LIBRARY_PATH. `--contain` gives
-it a /dev, /dev/shm, /tmp and home directory of its own, `--containall` a PID and an IPC namespace and an empty
-environment in addition.
+PID and IPC namespaces. All variables enter it except LD_LIBRARY_PATH and those that the image sets, such as PATH.
+`--contain` gives it a /dev, /dev/shm, /tmp and home directory of its own, `--containall` a PID and an IPC namespace and
+an empty environment in addition. The file system of the image is read-only.
 
 An image is a directory with two files: `contents`, the paths of this machine that the image contains, one per line as
-PATH or PATH:PATH_IN_IMAGE, and `path`, the value of PATH that its %environment sets.
+PATH or PATH:PATH_IN_IMAGE, and `environment`, the variables that its %environment sets, one per line as NAME=VALUE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 PLACE = "/opt/image"
 """The path of the environment in the images of `make`."""
 
-_CONTENTS, _SEARCH_PATH = "contents", "path"
+_CONTENTS, _ENVIRONMENT = "contents", "environment"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc")
 _PREFIX = "APPTAINERENV_"
 
@@ -47,7 +47,7 @@ def make(folder: Path, environment: Path) -> tuple[Path, Path]:
     system = [path for path in _SYSTEM if Path(path).exists()]
     contents = [*system, sys.base_prefix, f"{environment}:{PLACE}", str(Path(__file__).resolve().parents[1])]
     (image / _CONTENTS).write_text("\n".join(dict.fromkeys(contents)))
-    (image / _SEARCH_PATH).write_text(f"{PLACE}/bin:/usr/bin:/bin")
+    (image / _ENVIRONMENT).write_text(f"PATH={PLACE}/bin:/usr/bin:/bin\nDATA=of the image\n")
     command = commands / "apptainer"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {Path(__file__).resolve()} "$@"\n')
     command.chmod(0o755)
@@ -76,6 +76,7 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, Path, list[str]]:
     for flags in (("-u", "--userns"), ("--nv",), ("--rocm",)):
         execute.add_argument(*flags, action="store_true")
     execute.add_argument("-B", "--bind", action="append", default=[])
+    execute.add_argument("--pwd", "--cwd", default=os.environ["PWD"])
     execute.add_argument("image", type=Path)
     execute.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(words)
@@ -115,15 +116,15 @@ def _mounts(options: argparse.Namespace, image: Path, *, is_contained: bool) -> 
         target, _, flags = rest.partition(":")
         if source:
             words += ["--ro-bind" if flags == "ro" else "--bind", source, target or source]
-    return [*words, "--chdir", directory]
+    return [*words, "--remount-ro", "/", "--chdir", options.pwd]
 
 
 def _environ(image: Path, *, is_clean: bool) -> dict[str, str]:
     kept = {} if is_clean else {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     forced = {name.removeprefix(_PREFIX): value for name, value in os.environ.items() if name.startswith(_PREFIX)}
-    path = (image / _SEARCH_PATH).read_text().strip()
+    of_image = dict(line.split("=", 1) for line in (image / _ENVIRONMENT).read_text().splitlines())
     names = {"APPTAINER_COMMAND": "exec", "APPTAINER_CONTAINER": str(image), "APPTAINER_NAME": image.name}
-    return {**kept, "HOME": str(Path.home()), "PATH": path, **names, **forced}
+    return {**kept, "HOME": str(Path.home()), **of_image, **names, **forced}
 
 
 if __name__ == "__main__":

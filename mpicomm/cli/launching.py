@@ -56,10 +56,11 @@ def build(request: Request, environ: Mapping[str, str]) -> Start:
         LaunchError: If the ranks cannot be started, or if this process is a rank of another job.
         MPINotFoundError: If there is no MPI library.
     """
-    start = _build(request, {**environment.without(environ, request.excluded), **request.variables})
-    hidden = frozenset(name for name in request.variables if not name.startswith(PREFIX))
+    variables = request.launcher_variables
+    start = _build(request, {**environment.without(environ, request.excluded), **variables})
+    hidden = frozenset(name for name in variables if not name.removeprefix(containers.CARRIER).startswith(PREFIX))
     of_container = request.container.runtime.environ if request.container else {}
-    return dataclasses.replace(start, environ={**of_container, **start.environ, **request.variables}, hidden=hidden)
+    return dataclasses.replace(start, environ={**of_container, **start.environ, **variables}, hidden=hidden)
 
 
 def _build(request: Request, environ: Mapping[str, str]) -> Start:
@@ -263,21 +264,24 @@ def container(
     Raises:
         LaunchError: If the image or a path does not exist, or if no runtime can start it.
     """
-    if containers.is_file(image):
+    if containers.is_path(image, runtime, exists=Path(image).exists()):
         if not Path(image).exists():
-            raise LaunchError(f"--container {image}: the image does not exist in {Path.cwd()}.\nCorrect the path.")
+            raise LaunchError(
+                f"--container {image}: the image does not exist in {Path.cwd()}.\n"
+                f"Correct the path. An image of a registry is docker://{image} for Apptainer."
+            )
         image = str(Path(image).resolve())
-    parsed = [Bind.parse(text) for text in binds]
-    for bind in parsed:
-        if not Path(bind.source).exists():
-            raise LaunchError(f"--container-bind {bind.joined()}: {bind.source} does not exist.\nCorrect the path.")
     installed = queries.container_commands(environ.get("PATH", ""))
     by_srun = may_use_srun and bool(environ.get("SLURM_JOB_ID"))
     selected = containers.select(runtime, image, installed, by_srun=by_srun)
     containers.refuse_separation(selected, environ)
-    if log_dir is not None and not Path(log_dir).is_relative_to(Path.cwd()):
-        parsed.append(Bind.parse(log_dir))
-    directory = Bind.parse(str(Path.cwd())).source
+    parsed = selected.parse_binds(binds)
+    for bind in parsed:
+        if not Path(bind.source).exists():
+            raise LaunchError(f"--container-bind {bind.joined()}: {bind.source} does not exist.\nCorrect the path.")
+    directory = Bind.of_directory(str(Path.cwd()), "working directory").source
+    if log_dir is not None and not Path(log_dir).is_relative_to(directory):
+        parsed.append(Bind.of_directory(log_dir, "directory of --log-dir"))
     return Container(
         selected,
         installed[selected.name],

@@ -8,20 +8,28 @@ the ranks. Sources: user guide and source of Apptainer (August 2026), READMEs an
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch import visible_devices
+from mpicomm.settings import PREFIX
 
 PYTHON = "python"
 """The command of Python in an image."""
 
+CARRIER = f"{PREFIX}ENV_"
+"""The start of the names under which the launcher passes the user's variables to containers."""
+
 _BIND = re.compile(r"(?P<source>/[^:,;\s]*)(:(?P<target>/[^:,;\s]*)(:(?P<flag>ro|rw))?)?")
 _FILE = re.compile(r"\.{0,2}/.*|.*\.(sif|sqsh|squashfs|img|toml)")
+_URI = re.compile(r"[\w-]+://.*|(docker-daemon|docker-archive|oci|oci-archive):.*")  # of Apptainer; not NAME:TAG
 _GPU_OPTIONS = {visible_devices.NVIDIA: ("--nv",), visible_devices.AMD: ("--rocm",)}
-# Apptainer's variables for options with which MPI cannot connect the ranks of a node, or gets no variables.
+# Apptainer's variables for options with which MPI cannot connect the ranks of a node, or gets no variables. Apptainer
+# takes any other value as true: EnvBool in internal/pkg/util/env and Go's strconv.ParseBool.
+_FALSE = ("", "0", "f", "F", "false", "False", "FALSE")
 _SEPARATING = ("CONTAIN", "CONTAINALL", "CLEANENV", "COMPAT", "PID", "UNSHARE_PID", "NET", "UNSHARE_NET")
 _IMAGE_VARIABLES = {
     "APPTAINER_CONTAINER": "Apptainer",  # before Singularity's, which Apptainer sets too
@@ -43,14 +51,39 @@ class Bind:
         """Parse `PATH`, `PATH:TARGET`, or `PATH:TARGET:ro`.
 
         Raises:
-            LaunchError: If the text has another form.
+            LaunchError: If the text has another form, or the target is the root of the image.
         """
-        if (match := _BIND.fullmatch(text)) is None:
+        match = _BIND.fullmatch(text)
+        bind = match and cls(match["source"], match["target"] or match["source"], match["flag"] or "")
+        if bind is None or bind.hides_image:
             raise LaunchError(
-                f"cannot bind {text!r} in a container: expected absolute paths without spaces and : , ;\n"
-                f"Pass --container-bind PATH, PATH:TARGET or PATH:TARGET:ro."
+                f"cannot bind {text!r} in a container: expected absolute paths without spaces and : , ; and a target "
+                f"other than /.\nPass --container-bind PATH, PATH:TARGET or PATH:TARGET:ro."
             )
-        return cls(match["source"], match["target"] or match["source"], match["flag"] or "")
+        return bind
+
+    @classmethod
+    def of_directory(cls, directory: str, meaning: str) -> Bind:
+        """Return the bind of a directory that is at the same path in the container.
+
+        Args:
+            meaning: What the directory is, for the error.
+
+        Raises:
+            LaunchError: If no runtime can bind it there.
+        """
+        bind = cls(directory, directory)
+        if bind.hides_image or not _BIND.fullmatch(directory) or ":" in directory:
+            raise LaunchError(
+                f"the {meaning} {directory!r} cannot be visible in a container: expected a directory other than /, and "
+                f"a path without spaces and : , ;\nUse another directory."
+            )
+        return bind
+
+    @property
+    def hides_image(self) -> bool:
+        """Whether nothing of the image would be visible."""
+        return os.path.normpath(self.target) in ("/", "//")
 
     def joined(self) -> str:
         """Return the form of pyxis, Apptainer and Shifter."""
@@ -72,19 +105,23 @@ class Container:
     has_other_tmp: bool = False
     """Whether TMPDIR names a directory that the runtime does not bind."""
 
-    def rank_command(self, program: Sequence[str], *, by_srun: bool) -> tuple[str, ...]:
+    def rank_command(self, program: Sequence[str], *, by_srun: bool, variables: Sequence[str] = ()) -> tuple[str, ...]:
         """Return the command of a rank.
+
+        Args:
+            variables: The names of variables whose values the rank gets from those with `CARRIER` before the name.
 
         Raises:
             LaunchError: If the runtime is a plugin of srun, and another launcher starts the ranks.
         """
         if not self.runtime.is_plugin:
-            return (*self.runtime.words(self), *program)
+            return (*self.runtime.words(self), *_with_variables(program, variables))
         if by_srun:
-            return tuple(program)
+            return _with_variables(program, variables)
         raise LaunchError(
             f"{self.runtime.name} is a plugin of srun, but another launcher starts the ranks here.\n"
-            f"Run the command in a Slurm job without --hosts, or use --container-runtime apptainer."
+            f"Run the command in a Slurm job in which srun starts the ranks (see `srun --mpi=list`; no --hosts), or "
+            f"use --container-runtime apptainer."
         )
 
     def srun_options(self) -> list[str]:
@@ -105,6 +142,18 @@ class Container:
         )
 
 
+def _with_variables(program: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of a program with the user's variables, of which an image or a runtime may have others.
+
+    With pyxis, Shifter and Apptainer's %environment, the values of the image take precedence; enroot gets no paths.
+    """
+    if not names:
+        return tuple(program)
+    exports = " ".join(f'{name}="${{{CARRIER}{name}?}}"' for name in names)  # ?: an error instead of an empty value
+    carriers = " ".join(f"{CARRIER}{name}" for name in names)
+    return ("sh", "-c", f'export {exports}; unset {carriers}; exec "$0" "$@"', *program)
+
+
 @dataclasses.dataclass(frozen=True)
 class Runtime:
     """A container runtime."""
@@ -121,6 +170,22 @@ class Runtime:
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Variables of the launcher and the ranks, by default."""
     keeps_descriptors: bool = True
+    has_binds: bool = True
+    """Whether its command binds paths."""
+
+    def parse_binds(self, texts: Sequence[str]) -> list[Bind]:
+        """Parse the values of `--container-bind`.
+
+        Raises:
+            LaunchError: If one is not valid, or the runtime takes binds from a file.
+        """
+        binds = [Bind.parse(text) for text in texts]
+        if binds and not self.has_binds:
+            raise LaunchError(
+                f"--container-bind does not work with {self.name}, which takes mounts from its environment file.\n"
+                f"Add them there: mounts = [{', '.join(repr(bind.joined()) for bind in binds)}]"
+            )
+        return binds
 
     @property
     def is_plugin(self) -> bool:
@@ -139,9 +204,10 @@ _WITH_TMP = (
 
 
 def _apptainer(container: Container) -> list[str]:
-    # It binds the working directory itself, unless the path has symbolic links or the site disables that.
+    # It binds the working directory itself, unless the site disables that, and then starts in $PWD, which may be the
+    # path of a symbolic link that the container does not have.
     binds = [container.directory, *(bind.joined() for bind in container.binds)]
-    options = [word for bind in binds for word in ("--bind", bind)]
+    options = [*(word for bind in binds for word in ("--bind", bind)), "--pwd", container.directory]
     gpus = _GPU_OPTIONS.get(container.gpu_vendor or "", ())
     rank_command = [*options, *gpus, container.image]
     if container.has_other_tmp:
@@ -178,11 +244,6 @@ def _pyxis(container: Container) -> list[str]:
 
 
 def _container_engine(container: Container) -> list[str]:
-    if container.binds:
-        raise LaunchError(
-            "--container-bind does not work with the Container Engine, which takes mounts from its environment file.\n"
-            f"Add them there: mounts = [{', '.join(repr(bind.joined()) for bind in container.binds)}]"
-        )
     return [f"--environment={container.image}"]
 
 
@@ -194,13 +255,13 @@ _NO_FILES = {"PMIX_MCA_gds": "hash"}
 RUNTIMES = {
     runtime.name: runtime
     for runtime in (
-        Runtime("ce", _container_engine, ("srun",), srun_option="--environment", images=r".*\.toml"),
+        Runtime("ce", _container_engine, ("srun",), srun_option="--environment", images=r".*\.toml", has_binds=False),
         Runtime("pyxis", _pyxis, ("srun",), srun_option="--container-image", images=rf"{_OF_REGISTRY}|{_SQUASHFS}"),
         Runtime(
             "apptainer",
             _apptainer,
             ("apptainer", "singularity"),
-            images=r"(?!docker:(?!//)|.*\.toml$).*",
+            images=rf"(?!.*\.toml$)/.*|{_URI.pattern}",
             environ=_NO_FILES,
         ),
         Runtime("shifter", _shifter, ("shifter",), images=r"(?!.*(\.(sif|img|sqsh|toml)$|://)).*", environ=_NO_FILES),
@@ -239,7 +300,10 @@ def select(requested: str | None, image: str, installed: Collection[str], *, by_
     raise LaunchError(f"no container runtime of this host can start {image}:{reasons}\n{_REMEDY}")
 
 
-_REMEDY = "Load the site's module of a runtime, or pass another one: --container-runtime NAME."
+_REMEDY = (
+    "Load the site's module of a runtime, or pass another one: --container-runtime NAME. Apptainer needs the path of a "
+    "file or directory, or docker://IMAGE for one of a registry."
+)
 
 
 def _missing(runtime: Runtime) -> str:
@@ -258,9 +322,16 @@ def has_other_tmp(environ: Mapping[str, str]) -> bool:
     return not any(PurePath(directory).is_relative_to(bound) for bound in ("/tmp", "/var/tmp"))
 
 
-def is_file(image: str) -> bool:
-    """Return whether the name of an image is a path."""
-    return _FILE.fullmatch(image) is not None and "://" not in image
+def is_path(image: str, runtime: str | None, *, exists: bool) -> bool:
+    """Return whether an image is a path, and not a name in a registry or of a runtime.
+
+    Args:
+        runtime: The runtime that the user requests.
+        exists: Whether this path exists.
+    """
+    if _URI.fullmatch(image):
+        return False
+    return _FILE.fullmatch(image) is not None or runtime == "apptainer" or (exists and runtime is None)
 
 
 def refuse_separation(runtime: Runtime, environ: Mapping[str, str]) -> None:
@@ -270,7 +341,7 @@ def refuse_separation(runtime: Runtime, environ: Mapping[str, str]) -> None:
         LaunchError: If one of them is set.
     """
     names = [f"{prefix}_{name}" for prefix in ("APPTAINER", "SINGULARITY") for name in _SEPARATING]
-    set_names = [name for name in names if environ.get(name, "").lower() in ("1", "true", "yes", "y", "on")]
+    set_names = [name for name in names if environ.get(name, "") not in _FALSE]
     if set_names and runtime is RUNTIMES["apptainer"]:
         raise LaunchError(
             f"{' and '.join(set_names)} separates ranks in containers from the launcher and from each other: MPI would "

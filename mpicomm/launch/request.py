@@ -11,7 +11,7 @@ from pathlib import PurePath
 from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Allocation, Host, HostAllocation
 from mpicomm.launch.binding import Processors
-from mpicomm.launch.containers import PYTHON, Container
+from mpicomm.launch.containers import CARRIER, PYTHON, Container
 from mpicomm.settings import PARENT_VARIABLE
 
 _PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
@@ -69,6 +69,12 @@ class Request:
     python: str | None = None
     """The Python of the copy, which also runs the wrappers of the program; None for that of this command."""
 
+    @property
+    def launcher_variables(self) -> dict[str, str]:
+        """The variables of the launcher for those of the ranks; a container needs each of them a second time."""
+        carried = {f"{CARRIER}{name}": value for name, value in self.variables.items()} if self.container else {}
+        return {**self.variables, **carried}
+
     def rank_command(self, python: str, *, binds_in: int | None = None, by_srun: bool = False) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set.
 
@@ -82,7 +88,8 @@ class Request:
         """
         if self.container is None:
             return self._wrapped_program(self.python or python, binds_in)
-        return self.container.rank_command(self._wrapped_program(PYTHON, binds_in), by_srun=by_srun)
+        program = self._wrapped_program(PYTHON, binds_in)
+        return self.container.rank_command(program, by_srun=by_srun, variables=tuple(self.variables))
 
     def _wrapped_program(self, python: str, binds_in: int | None) -> tuple[str, ...]:
         command = self.program

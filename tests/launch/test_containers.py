@@ -23,7 +23,8 @@ REDUCE = """
 import os, sys, torch, mpicomm
 world = mpicomm.bootstrap()
 total = mpicomm.all_reduce(torch.full((2**20,), world.rank + 1.0))
-line = f"{world.rank} of {world.size}: {total[0]:.0f} {total[-1]:.0f} {sys.executable} {os.path.exists(sys.argv[1])}"
+is_bound = os.path.exists(sys.argv[1])
+line = f"{world.rank} of {world.size}: {total[0]:.0f} {total[-1]:.0f} {sys.executable} {is_bound} {os.environ['DATA']}"
 os.write(1, (line + chr(10)).encode())
 """
 KILLED = """
@@ -70,20 +71,26 @@ def last_lines(outcome: Outcome) -> set[str]:
     return set(last.values())
 
 
-def test_ranks_in_containers_run_an_example(environment: Path) -> None:
-    outcome = run(environment, *P2P)
+def test_ranks_in_containers_run_an_example(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a directory with a symbolic link in its path, which the containers do not have."""
+    with tempfile.TemporaryDirectory(dir="/var/lib") as directory:
+        link = Path(directory, "link")
+        link.symlink_to(Path.cwd())
+        monkeypatch.setenv("PWD", str(link))
+        outcome = run(environment, *P2P)
     assert outcome.status == 0, outcome
     assert last_lines(outcome) == LAST_LINES, outcome
 
 
 def test_ranks_see_the_image_and_the_bound_paths(environment: Path, tmp_path: Path) -> None:
-    """They run the python of the image, share memory by the slots, and see what the user binds."""
+    """They run the python of the image, share memory by the slots, and see what the user binds, and the variables."""
     Path("reduce.py").write_text(REDUCE)
     (tmp_path / "data").mkdir()
-    outcome = run(environment, "--container-bind", f"{tmp_path}/data:/data", "--log-dir", "logs", "reduce.py", "/data")
+    options = ["--container-bind", f"{tmp_path}/data:/data", "--env", "DATA=of the user", "--log-dir", "logs"]
+    outcome = run(environment, *options, "reduce.py", "/data")
     assert outcome.status == 0, outcome
     lines = {rank: Path(f"logs/rank_00{rank}.log").read_text().splitlines() for rank in (0, 1)}
-    assert lines == {rank: [f"{rank} of 2: 3 3 {apptainer.PLACE}/bin/python True"] for rank in (0, 1)}
+    assert lines == {rank: [f"{rank} of 2: 3 3 {apptainer.PLACE}/bin/python True of the user"] for rank in (0, 1)}
     assert "cannot share memory" not in outcome.stderr
 
 
@@ -95,7 +102,7 @@ def test_temporary_files_may_be_elsewhere(environment: Path) -> None:
         places = {"TMPDIR": directory, "PRTE_MCA_prte_local_tmpdir_base": directory}
         outcome = run_command([*command, "reduce.py", directory], env=places)
     assert outcome.status == 0, outcome
-    assert {line.split()[-1] for line in outcome.stdout.splitlines()} == {"True"}
+    assert {line.split()[6] for line in outcome.stdout.splitlines()} == {"True"}
 
 
 def test_a_killed_rank_ends_the_job(environment: Path) -> None:

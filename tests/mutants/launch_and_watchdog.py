@@ -742,8 +742,8 @@ else:
     ),
     Mutant(
         "launching.build",
-        old="{**environment.without(environ, request.excluded), **request.variables}",
-        new="{**environ, **request.variables}",
+        old="{**environment.without(environ, request.excluded), **variables}",
+        new="{**environ, **variables}",
         fault="Ranks get the variables of `mpicomm run --no-env`.",
         tests="tests/unit/test_jobs.py -k but_none_that_it_excludes",
     ),

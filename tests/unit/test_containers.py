@@ -37,7 +37,7 @@ CONTAINERS = {
     "shifter": Container(RUNTIMES["shifter"], "shifter", "docker:user/image:1", "/work"),
     "enroot": Container(RUNTIMES["enroot"], "enroot", "/images/a.sqsh", "/work"),
 }
-BINDS = (Bind("/data", "/data"), Bind("/fs/u", "/scratch", "ro"))
+BINDS = (Bind("/data", "/data"), Bind("/fs", "/s", "ro"))
 
 
 # -- commands of ranks -------------------------------------------------------------------------------------------------
@@ -51,34 +51,34 @@ IN_WORK = """sh -c 'cd "$0" && exec "$@"' /work python train.py"""
 @pytest.mark.parametrize(
     ("name", "change", "expected"),
     [
-        ("apptainer", {}, "apptainer exec --bind /work /i/a.sif python train.py"),
+        ("apptainer", {}, "apptainer exec --bind /work --pwd /work /i/a.sif python train.py"),
         (
             "apptainer",
             {"binds": BINDS, "gpu_vendor": NVIDIA},
-            "apptainer exec --bind /work --bind /data:/data --bind /fs/u:/scratch:ro --nv /i/a.sif python train.py",
+            "apptainer exec --bind /work --bind /data:/data --bind /fs:/s:ro --pwd /work --nv /i/a.sif python train.py",
         ),
         (
             "apptainer",
             {"command": "singularity", "gpu_vendor": AMD},
-            "singularity exec --bind /work --rocm /i/a.sif python train.py",
+            "singularity exec --bind /work --pwd /work --rocm /i/a.sif python train.py",
         ),
         (
             "apptainer",
             {"has_other_tmp": True},
-            f"sh -c {shlex.quote(containers._WITH_TMP)} apptainer --bind /work /i/a.sif python train.py",
+            f"sh -c {shlex.quote(containers._WITH_TMP)} apptainer --bind /work --pwd /work /i/a.sif python train.py",
         ),
-        ("apptainer", {"gpu_vendor": INTEL}, "apptainer exec --bind /work /i/a.sif python train.py"),
+        ("apptainer", {"gpu_vendor": INTEL}, "apptainer exec --bind /work --pwd /work /i/a.sif python train.py"),
         ("shifter", {}, "shifter --image=docker:user/image:1 python train.py"),
         (
             "shifter",
             {"binds": BINDS},
-            "shifter --image=docker:user/image:1 '--volume=/data:/data;/fs/u:/scratch:ro' python train.py",
+            "shifter --image=docker:user/image:1 '--volume=/data:/data;/fs:/s:ro' python train.py",
         ),
         ("enroot", {}, f"{ENROOT} /images/a.sqsh {IN_WORK}"),
         (
             "enroot",
             {"binds": BINDS[1:]},
-            f"{ENROOT} --mount /fs/u:/scratch:none:x-create=auto,rbind,ro /images/a.sqsh {IN_WORK}",
+            f"{ENROOT} --mount /fs:/s:none:x-create=auto,rbind,ro /images/a.sqsh {IN_WORK}",
         ),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_command_starts_the_rank_in_a_container(name: str, change: dict[str, o
         (
             "pyxis",
             {"binds": BINDS},
-            f"{PYXIS_IMAGE} --container-mounts=/work:/work,/data:/data,/fs/u:/scratch:ro --container-workdir=/work",
+            f"{PYXIS_IMAGE} --container-mounts=/work:/work,/data:/data,/fs:/s:ro --container-workdir=/work",
         ),
         ("ce", {}, "--environment=/home/u/a.toml"),
     ],
@@ -111,8 +111,43 @@ def test_a_plugin_of_srun_gets_options(name: str, change: dict[str, object], exp
 
 
 def test_the_container_engine_takes_mounts_from_its_file() -> None:
-    with pytest.raises(LaunchError, match=r"mounts = \['/data:/data', '/fs/u:/scratch:ro'\]$"):
-        dataclasses.replace(CONTAINERS["ce"], binds=BINDS).srun_options()
+    with pytest.raises(LaunchError, match=r"mounts = \['/data:/data', '/fs:/s:ro'\]$"):
+        RUNTIMES["ce"].parse_binds(["/data", "/fs:/s:ro"])
+    assert RUNTIMES["ce"].parse_binds([]) == []
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_the_users_variables_replace_those_of_the_image(name: str) -> None:
+    """The launcher passes them under names that no image has, and a shell in the container renames them."""
+    request = Request(PROGRAM, container=CONTAINERS[name], variables={"A": "of user", "PYTHONPATH": "/p"})
+    assert request.launcher_variables == {
+        "A": "of user",
+        "PYTHONPATH": "/p",
+        "MPICOMM_ENV_A": "of user",
+        "MPICOMM_ENV_PYTHONPATH": "/p",
+    }
+    command = request.rank_command(MACHINE.python, by_srun=CONTAINERS[name].runtime.is_plugin)
+    in_container = list(command[-5:])
+    assert in_container[:2] == ["sh", "-c"]
+    assert in_container[-2:] == list(PROGRAM)
+    in_container[-2:] = ["env"]
+    of_image = {"PATH": os.environ["PATH"], "A": "of image", "MPICOMM_ENV_A": "of user"}
+    done = subprocess.run(in_container, env=of_image, capture_output=True, text=True, check=False)
+    assert done.returncode != 0  # not an empty value
+    assert "MPICOMM_ENV_PYTHONPATH" in done.stderr
+    of_image["MPICOMM_ENV_PYTHONPATH"] = "/p"
+    done = subprocess.run(in_container, env=of_image, capture_output=True, text=True, check=True)
+    assert {"A=of user", "PYTHONPATH=/p"} <= set(done.stdout.splitlines())
+    assert "MPICOMM_ENV_" not in done.stdout
+
+
+def test_values_of_variables_are_hidden_in_containers_too(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--dry-run", "--container", "image.sif", "--env", "TOKEN=secret"]
+    assert main(["run", "-n", "2", *options, "train.py"]) == 0
+    shown = capsys.readouterr().out
+    assert "MPICOMM_ENV_TOKEN=***" in shown
+    assert f"{host}/image.sif sh -c 'export TOKEN=" in shown
+    assert "secret" not in shown
 
 
 def test_a_rank_binds_itself_in_the_container() -> None:
@@ -120,7 +155,7 @@ def test_a_rank_binds_itself_in_the_container() -> None:
     request = Request(PROGRAM, container=CONTAINERS["apptainer"], bind="gpu", log_dir="/data/logs")
     command = request.rank_command(MACHINE.python, binds_in=4)
     wrappers = "python -m mpicomm.rank_log /data/logs 0 python -m mpicomm.rank_binding gpu 4 python train.py"
-    assert shlex.join(command) == f"apptainer exec --bind /work /i/a.sif {wrappers}"
+    assert shlex.join(command) == f"apptainer exec --bind /work --pwd /work /i/a.sif {wrappers}"
 
 
 @pytest.mark.parametrize("components", [1, 2])
@@ -194,6 +229,7 @@ def test_temporary_directories_that_apptainer_does_not_bind(environ: Mapping[str
         ("docker:debian:12", RUNTIMES, True, "shifter"),
         ("/sandbox", RUNTIMES, True, "apptainer"),
         ("name", ["enroot"], True, "enroot"),
+        ("docker-archive:a.tar", RUNTIMES, False, "apptainer"),
     ],
 )
 def test_the_default_runtime_is_made_for_the_image(
@@ -207,6 +243,7 @@ def test_the_default_runtime_is_made_for_the_image(
     [
         ("/a.sif", ["shifter", "enroot"], True, "enroot: not for this image"),
         ("/a.toml", ["ce"], False, "ce: not for this image, or not with this launcher"),
+        ("debian:12.5", ["apptainer"], True, "apptainer: not for this image"),
         ("/a.sif", [], True, "apptainer: apptainer or singularity was not found in PATH"),
         ("/a.sif", [], True, "pyxis: `srun --help` has no --container-image"),
     ],
@@ -259,6 +296,8 @@ def test_singularity_takes_the_place_of_apptainer(tmp_path: Path) -> None:
         ("/a,b", None),
         ("/a b", None),
         ("/a:/b:rx", None),
+        ("/", None),
+        ("/a:/b/..", None),
     ],
 )
 def test_a_bind_has_absolute_paths(text: str, expected: Bind | None) -> None:
@@ -288,7 +327,7 @@ def test_a_dry_run_shows_the_command_of_apptainer(host: Path, capsys: pytest.Cap
     assert main(["run", "-n", "2", "--dry-run", *options, "/logs", "train.py", "--lr", "1"]) == 0
     shown = capsys.readouterr().out
     expected = (
-        f"apptainer exec --bind {host} --bind {host}/data:/data:ro --bind /logs:/logs {host}/image.sif "
+        f"apptainer exec --bind {host} --bind {host}/data:/data:ro --bind /logs:/logs --pwd {host} {host}/image.sif "
         f"python -m mpicomm.rank_log /logs 0 python train.py --lr 1\n"
     )
     assert shown.endswith(expected)
@@ -335,7 +374,7 @@ def test_a_dry_run_shows_the_command_of_pyxis(
         assert main(["run", "--dry-run", "--container", "nvcr.io#nvidia/pytorch:25.06-py3", "train.py"]) == 0
         by_srun = capsys.readouterr().out
         if mpi.library().vendor == OPEN_MPI.vendor:  # mpirun starts the ranks
-            assert main(["run", "--dry-run", "--fault-tolerant", "--container", "user/image:1", "train.py"]) == 0
+            assert main(["run", "--dry-run", "--fault-tolerant", "--container", "docker://a/b:1", "train.py"]) == 0
             assert " apptainer exec " in capsys.readouterr().out
     finally:
         queries.constant_output.cache_clear()
@@ -351,6 +390,9 @@ def test_a_dry_run_shows_the_command_of_pyxis(
     [
         (["--container", "other.sif"], "--container other.sif: the image does not exist in"),
         (["--container", "./name"], "--container ./name: the image does not exist in"),
+        (["--container", "name", "--container-runtime", "apptainer"], "registry is docker://name for Apptainer"),
+        (["--container", "image.sif", "--container-bind", "/none/a:/"], "a target other than /"),
+        (["--container", "image.sif", "--log-dir", "/a b"], "the directory of --log-dir '/a b' cannot be visible"),
         (["--container", "image.sif", "--container-bind", "/none/a:/b"], "/none/a does not exist"),
         (["--container", "image.sif", "--container-runtime", "enroot"], "enroot was not found in PATH"),
         (
@@ -368,6 +410,24 @@ def test_a_wrong_option_is_an_error_before_the_start(
     assert reason in capsys.readouterr().err
 
 
+def test_no_directory_hides_the_image(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    with pytest.raises(LaunchError, match="the working directory '/' cannot be visible in a container"):
+        launching.container(str(host / "image.sif"), None, [], os.environ, log_dir=None, may_use_srun=False)
+
+
+def test_a_directory_is_not_the_name_of_another_image(host: Path) -> None:
+    """Without `./`, a path has the form of a name in a registry; a requested runtime decides."""
+
+    def selected(runtime: str | None) -> tuple[str, str]:
+        container = launching.container("data", runtime, [], os.environ, log_dir=None, may_use_srun=False)
+        return container.runtime.name, container.image
+
+    (host / "bin" / "enroot").touch(0o755)
+    assert selected(None) == ("apptainer", str(host / "data"))
+    assert selected("enroot") == ("enroot", "data")
+
+
 @pytest.mark.parametrize("name", ["APPTAINER_CONTAINALL", "APPTAINER_CLEANENV", "SINGULARITY_PID"])
 @pytest.mark.usefixtures("host")
 def test_variables_that_separate_the_ranks_are_refused(
@@ -375,9 +435,10 @@ def test_variables_that_separate_the_ranks_are_refused(
 ) -> None:
     monkeypatch.setenv(name, "0")
     assert main(["run", "-n", "2", "--dry-run", "--container", "image.sif", "train.py"]) == 0
-    monkeypatch.setenv(name, "true")
-    assert main(["run", "-n", "2", "--container", "image.sif", "train.py"]) == 2
-    assert f"unset {name}" in capsys.readouterr().err
+    for value in ("true", "T", "yes"):  # Apptainer takes what it cannot read as true
+        monkeypatch.setenv(name, value)
+        assert main(["run", "-n", "2", "--container", "image.sif", "train.py"]) == 2
+        assert f"unset {name}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -415,12 +476,12 @@ def test_a_job_starts_the_launcher_outside_and_the_ranks_inside() -> None:
         ("/opt/conda/bin/python", "train.py"),
         container="/images/a.sif",
         container_runtime="apptainer",
-        container_bind=("/data", "/fs/u:/scratch:ro"),
+        container_bind=("/data", "/fs:/s:ro"),
     )
     line = next(line for line in script(spec).splitlines() if line.startswith("mpicomm run"))
     assert line == (
         "mpicomm run --container /images/a.sif --container-runtime apptainer --container-bind /data "
-        "--container-bind /fs/u:/scratch:ro -- \\"
+        "--container-bind /fs:/s:ro -- \\"
     )
 
 
@@ -431,9 +492,13 @@ def test_a_job_starts_the_launcher_outside_and_the_ranks_inside() -> None:
         ({"container": "a.sif", "container_runtime": "docker"}, "expected one of ce, pyxis, apptainer"),
         ({"container_runtime": "apptainer"}, "need --container IMAGE"),
         ({"container_bind": ("/data",)}, "need --container IMAGE"),
+        ({"container": "a.sif", "container_bind": ("data",)}, "cannot bind 'data'"),
+        ({"container": "a.toml", "container_runtime": "ce", "container_bind": ("/data",)}, "does not work with ce"),
+        ({"scheduler": "pbs", "container": "a.sqsh", "container_runtime": "pyxis"}, "srun, got PBS; use one of app"),
+        ({"container": "a.sqsh", "container_runtime": "pyxis", "launcher": "mpiexec"}, "got --launcher mpiexec"),
         ({"container": "a.sif", "command": ("torchrun", "train.py")}, "does not work with torchrun"),
     ],
 )
 def test_a_job_refuses_a_wrong_container(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        JobSpec("slurm", **{"command": PROGRAM, **options})
+        JobSpec(**{"scheduler": "slurm", "command": PROGRAM, **options})

@@ -14,6 +14,7 @@ from mpicomm.launch.jobscript import options, quoting
 from mpicomm.launch.jobscript.options import Option, check_choice, flag, option, program_name
 from mpicomm.launch.jobscript.schedulers import SCHEDULERS, Scheduler
 from mpicomm.launch.request import torchrun_parts, without_value
+from mpicomm.launch.selection import SRUN
 
 _TORCHRUN_ADDED = re.compile(r"--?(nnodes|nproc.per.node|node.rank|rdzv.*|master.*|standalone)(=.*)?")
 _NO_QUEUE = (("slurm",), "elsewhere use --queue")
@@ -341,10 +342,26 @@ def _check_command(spec: JobSpec) -> None:
     if any("\0" in word for word in spec.command):
         raise ValueError("an argument of the program cannot contain a null character; remove it")
     _check_indices(spec)
-    if spec.container is None and (spec.container_runtime or spec.container_bind):
-        raise ValueError("--container-runtime and --container-bind need --container IMAGE")
+    _check_container(spec)
     if spec.torchrun is not None:
         _check_torchrun(spec, spec.torchrun[1])
+
+
+def _check_container(spec: JobSpec) -> None:
+    if spec.container is None and (spec.container_runtime or spec.container_bind):
+        raise ValueError("--container-runtime and --container-bind need --container IMAGE")
+    runtime = RUNTIMES.get(spec.container_runtime or "")
+    try:
+        (runtime or RUNTIMES["apptainer"]).parse_binds(spec.container_bind)
+    except LaunchError as error:
+        raise ValueError(" ".join(str(error).splitlines())) from error
+    if runtime and runtime.is_plugin and (spec.launcher or spec.system.launchers[0]) != SRUN:
+        launcher = f"--launcher {spec.launcher}" if spec.launcher else spec.system.title
+        others = [name for name, other in RUNTIMES.items() if not other.is_plugin]
+        raise ValueError(
+            f"--container-runtime {runtime.name} is a plugin of Slurm's srun, got {launcher}; "
+            f"use one of {', '.join(others)}"
+        )
 
 
 def _check_indices(spec: JobSpec) -> None:
