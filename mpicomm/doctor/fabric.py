@@ -35,7 +35,7 @@ class Adapter:
     """`SLINGSHOT`, or the link layer of an RDMA device: InfiniBand, Ethernet for RoCE, or Unknown for AWS EFA."""
 
     state: str = ACTIVE
-    """The state of its port, such as ACTIVE or DOWN; that of Slingshot's devices is not in a file."""
+    """The state of its port, such as ACTIVE or DOWN."""
 
     rate: str = ""
     """The rate of its port, such as `200 Gb/sec`; empty if it is not known."""
@@ -139,7 +139,8 @@ def read(root: Path, listed: Sequence[tuple[str, str]]) -> tuple[tuple[Interface
         for name in names
         if name != "lo" and (name in with_address or host_info.read(directory / name / "operstate") == "up")
     )
-    slingshot = (Adapter(name, SLINGSHOT) for name in _children(root / "sys/class/cxi"))
+    cxi = root / "sys/class/cxi"
+    slingshot = (Adapter(name, SLINGSHOT, _state_of_link(cxi / name)) for name in _children(cxi))
     rdma = root / "sys/class/infiniband"
     return tuple(interfaces), (*slingshot, *(_read_rdma(rdma / name) for name in _children(rdma)))
 
@@ -166,6 +167,12 @@ def nccl_interfaces(value: str, names: Sequence[str]) -> list[str]:
     """
     choices = (select(pattern, names) for pattern in ((value,) if value else _NCCL_DEFAULTS))
     return next((choice for choice in choices if choice), [])
+
+
+def _state_of_link(directory: Path) -> str:
+    """Return the state of a device of Slingshot; ACTIVE if the driver does not show it, as for newer devices."""
+    text = host_info.read(directory / "device/port/link")  # a word: cass_link_state_str() in HPE's shs-cxi-driver
+    return ACTIVE if text == "up" or not text.isalpha() else text.upper()
 
 
 def _read_rdma(directory: Path) -> Adapter:

@@ -43,7 +43,8 @@ class Rule:
 
     message: str
     """`{value}` stands for the value of the variable, `{library}` for the vendor's library, `{first}` for the interface
-    at which rank 0 listens first, `{fastest}` for the fastest one, and `{ports}` for the worse ports of InfiniBand."""
+    at which rank 0 listens first, `{fastest}` for the fastest one, `{ports}` for the worse ports of InfiniBand, and
+    `{unlinked}` for the devices of Slingshot that are not active."""
 
     remedy: str
     source: Source
@@ -56,6 +57,7 @@ class Rule:
             "library": LIBRARIES.get(facts.vendor or "", "NCCL"),
             "first": "".join(facts.offered[:1]),
             "fastest": _fastest(facts),
+            "unlinked": ", ".join(f"{device.name} {device.state}" for device in _devices_without_link(facts)),
             "ports": ", ".join(f"{port.name} {port.state} {port.rate}".strip() for port in _worse_ports(facts)),
         }
         message = f"{self.message.format(**names)} ({self.source.title}, {self.source.date})"
@@ -67,6 +69,7 @@ ALCF_CCL = Source("ALCF, oneCCL", "https://docs.alcf.anl.gov/aurora/data-science
 ALCF_ISSUES = Source("ALCF, known issues", "https://docs.alcf.anl.gov/aurora/known-issues/", "2025-12-16")
 CSCS_MPI = Source("CSCS, Open MPI", "https://docs.cscs.ch/software/communication/openmpi/", "2026-01-08")
 CSCS_NCCL = Source("CSCS, NCCL", "https://docs.cscs.ch/software/communication/nccl/", "2026-06-16")
+HPE_CXI = Source("HPE, source of the CXI driver", "https://github.com/HewlettPackard/shs-cxi-driver", "2026-11-27")
 ISAMBARD = Source("Isambard, NCCL", "https://docs.isambard.ac.uk/user-documentation/guides/nccl/", "2026-11-26")
 KERNEL_IB = Source(
     "Linux, sysfs-class-infiniband",
@@ -117,6 +120,10 @@ def _worse_ports(facts: FabricFacts) -> list[Adapter]:
     rates = {adapter.name: float(adapter.rate.partition(" ")[0] or 0) for adapter in facts.infiniband}
     fastest = max((rates[adapter.name] for adapter in facts.infiniband if adapter.state == ACTIVE), default=0)
     return [adapter for adapter in facts.infiniband if adapter.state != ACTIVE or rates[adapter.name] < fastest]
+
+
+def _devices_without_link(facts: FabricFacts) -> list[Adapter]:
+    return [adapter for adapter in facts.adapters if adapter.network == SLINGSHOT and adapter.state != ACTIVE]
 
 
 def _has_no_link(facts: FabricFacts) -> bool:
@@ -174,6 +181,15 @@ RULES = (
         "use a slower network, or fail",
         "Unset it, or: export FI_PROVIDER=cxi",
         CSCS_MPI,
+    ),
+    Rule(
+        "Slingshot links",
+        SLINGSHOT,
+        lambda facts: bool(_devices_without_link(facts)),
+        "devices of Slingshot without a link: {unlinked}. Ranks that use them fail",
+        "Leave out this host, and report it to the site: `cxi_stat` shows the links.",
+        HPE_CXI,
+        "problem",
     ),
     Rule(
         "OFI plugin",

@@ -39,7 +39,7 @@ GPUS = {"dev/nvidiactl": "", "dev/nvidia0": ""}
 LO = {**net("lo", None, "unknown")}
 SLINGSHOT = {
     **LO, **net("nmn0", 1000), **net("hsn0", 200000), **net("hsn1", 200000), **GPUS,
-    "sys/class/cxi/cxi0/device/": "", "sys/class/cxi/cxi1/device/": "",
+    "sys/class/cxi/cxi0/device/port/link": "up\n", "sys/class/cxi/cxi1/device/port/link": "NOT IMPLEMENTED!!\n",
 }  # fmt: skip
 INFINIBAND = {
     **LO, **net("eno1", 1000), **net("ib0", 200000), **net("ib1", None, "down"), **GPUS,
@@ -208,6 +208,14 @@ EFA = (Adapter("rdmap0s6", "Unknown", "ACTIVE", "100 Gb/sec"),)
 PLUGIN_FILE = "/opt/aws-ofi-nccl/lib/libnccl-net-ofi.so"
 BROKEN = [
     # the machine, changes of its environment (None: unset) and other facts, the finding, and a part of its text
+    (
+        "Slingshot",
+        {},
+        {"adapters": (Adapter("cxi0", "Slingshot"), Adapter("cxi1", "Slingshot", "DOWN"))},
+        "Slingshot links",
+        "problem",
+        "without a link: cxi1 DOWN",
+    ),
     ("Slingshot", {"FI_PROVIDER": "tcp;ofi_rxm"}, {}, "FI_PROVIDER", "warning", "FI_PROVIDER=tcp;ofi_rxm excludes cxi"),
     ("Slingshot", {"FI_PROVIDER": "^cxi"}, {}, "FI_PROVIDER", "warning", "export FI_PROVIDER=cxi"),
     ("Slingshot", {}, WITHOUT_PLUGIN, "OFI plugin", "warning", "NCCL has no network plugin in LD_LIBRARY_PATH"),
@@ -384,7 +392,9 @@ def test_the_facts_about_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     own = {"NCCL_NET_PLUGIN": "own.so", "LD_LIBRARY_PATH": str(root / "lib")}
     assert named in fabric_check.collect(own, root).plugins
     assert [interface.has_address for interface in facts.interfaces] == [True, True, False]
-    assert [adapter.name for adapter in facts.adapters] == ["cxi0", "cxi1"]
+    assert [(adapter.name, adapter.state) for adapter in facts.adapters] == [("cxi0", "ACTIVE"), ("cxi1", "ACTIVE")]
+    (root / "sys/class/cxi/cxi1/device/port/link").write_text("down")
+    assert fabric_check.collect({}, root).adapters[1].state == "DOWN"
     wrong = fabric_check.collect({"MPICOMM_INTERFACE": "xyz0"}, root)
     assert wrong.offer_error.startswith("MPICOMM_INTERFACE=xyz0 is not an interface of rank 0's host")
     assert fabric_check.collect({"MPICOMM_INTERFACE": "nmn0"}, root).offered == ("nmn0",)
