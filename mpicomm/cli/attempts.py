@@ -164,6 +164,11 @@ def _placement(request: Request, policy: RestartPolicy) -> _Placement:
             f"--exclude-failed does not work in {place}: mpicomm run must select among two or more hosts.\n"
             f"Remove --exclude-failed, or pass --hosts, or allocate more nodes than --nnodes uses."
         )
+    if policy.excludes_failed and (addresses := node_range.addresses(hosts)):
+        raise LaunchError(
+            f"--exclude-failed needs the names of the hosts, which ranks report, got {', '.join(addresses[:3])}.\n"
+            f"Pass their names instead: the output of `hostname` on each."
+        )
     selected = min(len(hosts), policy.nodes.most or len(hosts)) or 1
     return _Placement(node_range.with_capacity(hosts, selected, request.ranks), is_step, policy)
 

@@ -64,14 +64,19 @@ def with_capacity(hosts: Sequence[Host], selected: int, ranks: int | None) -> tu
 
 def without(hosts: Sequence[Host], names: Collection[str]) -> tuple[Host, ...]:
     """Return the hosts except those with these names; a name that is no host's may have another domain."""
-    exact = {host.name for host in hosts}.intersection(names)
-    others = {_without_domain(name) for name in names if name not in exact}
-    return tuple(host for host in hosts if host.name not in exact and _without_domain(host.name) not in others)
+    own = {host.name.lower(): host for host in hosts}
+    exact = own.keys() & {name.lower() for name in names}
+    others = {_without_domain(name) for name in names if name.lower() not in exact}
+    return tuple(host for name, host in own.items() if name not in exact and _without_domain(name) not in others)
+
+
+def addresses(hosts: Sequence[Host]) -> list[str]:
+    """Return the hosts that have an address in place of a name."""
+    return [host.name for host in hosts if ":" in host.name or host.name.replace(".", "").isdigit()]
 
 
 def _without_domain(name: str) -> str:
-    is_address = ":" in name or name.replace(".", "").isdigit()
-    return name if is_address else name.partition(".")[0]
+    return name.lower().partition(".")[0]
 
 
 def place(request: Request, hosts: Sequence[Host], *, is_step: bool, per_node: int | None = None) -> Request:

@@ -299,6 +299,10 @@ def test_a_rank_starts_no_job() -> None:
         ("--node-rank 0 --nnodes 1 --master-addr a --max-restarts 1 places.py", "Use torchrun --max-restarts"),
         ("--max-restarts -1 places.py", "expected a positive integer, got -1"),
         ("--exclude-failed places.py", "--exclude-failed has no effect without restarts.\nAdd --max-restarts N."),
+        (
+            "--exclude-failed --max-restarts 1 --hosts 10.0.0.1:2,b:2 places.py",
+            "--exclude-failed needs the names of the hosts, which ranks report, got 10.0.0.1.\nPass their names",
+        ),
         ("--stage-env places.py", "got places.py; to omit it, write --stage-env -- places.py"),
         ("--stage-env=/tmp true", "--stage-env requires a program that"),
         ("--stage-env=/tmp --node-rank 0 --nnodes 1 --master-addr a places.py", "--stage-env does not work with"),

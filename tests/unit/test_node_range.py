@@ -52,14 +52,19 @@ def test_a_lost_host_reduces_the_ranks(left: int) -> None:
         (["a", "b", "c"], ["b"], ["a", "c"]),
         (["a.cluster", "b.cluster"], ["b"], ["a.cluster"]),
         (["a", "b"], ["b.cluster.example.org"], ["a"]),
-        (["10.0.0.1", "10.0.0.2"], ["10.0.0.2"], ["10.0.0.1"]),
-        (["fd00::1", "fd00::2"], ["fd00::2"], ["fd00::1"]),
+        (["Node1", "node2.cluster"], ["node1", "NODE2"], []),
+        (["a.x", "a.y", "b.x"], ["a.x"], ["a.y", "b.x"]),
         (["a", "b"], ["other"], ["a", "b"]),
         (["a", "b"], [], ["a", "b"]),
     ],
 )
 def test_hosts_are_left_out_by_name(hosts: list[str], failed: list[str], left: list[str]) -> None:
     assert [host.name for host in node_range.without([Host(name, 2) for name in hosts], failed)] == left
+
+
+def test_addresses_are_no_names() -> None:
+    hosts = [Host(name) for name in ("a1", "10.0.0.1", "fd00::1", "10.example.org")]
+    assert node_range.addresses(hosts) == ["10.0.0.1", "fd00::1"]
 
 
 @pytest.mark.parametrize("is_step", [False, True])
