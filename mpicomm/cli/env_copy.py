@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _PART_BYTES = 16 << 20  # of one broadcast: large enough for the bandwidth of the network
 _BLOCK_BYTES = 4096  # by which file systems usually round up the size of a file
 _NAMED = 8  # the most nodes that an error lists
+_OF_CONDA = ("envs", "pkgs")  # in the base environment: the other environments, and the packages of all
 _CHANGED = 1  # status of GNU tar if files changed or disappeared while it read them, such as those of Python's compiler
 
 
@@ -78,10 +79,17 @@ def copy_to_nodes(comm: Intracomm, prefix: Path, copy: Path) -> int:
     return int(bool(failures))
 
 
+def left_out(prefix: Path) -> tuple[str, ...]:
+    """Return the directories of an environment that do not belong to it, and are not copied."""
+    return _OF_CONDA if (prefix / "conda-meta").is_dir() else ()
+
+
 def measure(prefix: Path) -> tuple[int, int]:
-    """Return the bytes that a copy of a directory needs, and the number of its files and directories."""
+    """Return the bytes that a copy of an environment needs, and the number of its files and directories."""
     size = files = 0
     for directory, names, file_names in os.walk(prefix):
+        if Path(directory) == prefix:
+            names[:] = [name for name in names if name not in left_out(prefix)]
         for name in (*names, *file_names):
             with contextlib.suppress(OSError):  # it has been removed meanwhile, or tar will report it
                 size += -(-Path(directory, name).lstat().st_size // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -139,7 +147,7 @@ def _parts(comm: Intracomm, prefix: Path) -> Iterator[bytes]:
     try:
         with (
             _log() as log,
-            subprocess.Popen(("tar", "-cf", "-", "."), cwd=prefix, stdout=subprocess.PIPE, stderr=log) as tar,
+            subprocess.Popen(_packing(prefix), cwd=prefix, stdout=subprocess.PIPE, stderr=log) as tar,
         ):
             assert tar.stdout is not None
             while part := tar.stdout.read(_PART_BYTES):
@@ -147,6 +155,10 @@ def _parts(comm: Intracomm, prefix: Path) -> Iterator[bytes]:
             _check(tar, log, f"cannot read {prefix}", accepted=(0, _CHANGED))
     finally:
         comm.bcast(b"")  # the end, also after an error
+
+
+def _packing(prefix: Path) -> list[str]:
+    return ["tar", "-cf", "-", "--anchored", *(f"--exclude=./{name}" for name in left_out(prefix)), "."]
 
 
 def _unpacking(copy: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -179,8 +179,10 @@ def try_on_hosts(
 
 
 def _unlogged(request: Request, program: tuple[str, ...]) -> Request:
-    """Return the request with a program of this command in place of the user's."""
-    return dataclasses.replace(request, program=program, log_dir=None, tag_output=False, bind=None, container=None)
+    """Return the request with a program of this command in place of the user's, which needs no placement."""
+    arguments = commands.without_placement(request.launcher_arguments)
+    own = dataclasses.replace(request, program=program, launcher_arguments=arguments)
+    return dataclasses.replace(own, log_dir=None, tag_output=False, bind=None, container=None)
 
 
 def _try_on_host(request: Request, host: Host, environ: Mapping[str, str], *, is_step: bool) -> str:
@@ -195,7 +197,7 @@ def _try_on_host(request: Request, host: Host, environ: Mapping[str, str], *, is
 
 
 def run_briefly(start: Start, seconds: float | None = None) -> tuple[int | None, str]:
-    """Run a launch of a short program without showing its output.
+    """Run a launch of a short program without showing its output; Ctrl-C reaches this process only.
 
     Args:
         seconds: The time limit; 60 seconds by default.
@@ -215,6 +217,7 @@ def run_briefly(start: Start, seconds: float | None = None) -> tuple[int | None,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        start_new_session=True,
     ) as process:
         try:
             output, _ = process.communicate(timeout=seconds or _BRIEF_SECONDS)

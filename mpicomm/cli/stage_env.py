@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
+import signal
 import sys
+from collections.abc import Iterator
 
 from mpicomm.cli import launching
 from mpicomm.cli.console import print_message
-from mpicomm.cli.supervisor import End
+from mpicomm.cli.supervisor import STOPS, End
 from mpicomm.errors import LaunchError
 from mpicomm.launch.request import Request, Start
 from mpicomm.launch.staged_env import StagedEnv
 
-_REMOVE_SECONDS = 600.0  # for the 50,000 files of an environment with torch: 1 s, but a minute on a busy disk
+# For the 50,000 files of an environment with torch: 1 s, but a minute on a busy disk. If a host does not answer, the
+# launcher may wait forever.
+_REMOVE_SECONDS = 600.0
+_REMOVE_SECONDS_AFTER_FAILURE = 60.0
 _PROGRAM = (sys.executable, "-m", "mpicomm.cli.env_copy")
 
 
@@ -38,20 +44,24 @@ def run(request: Request, grace: float) -> tuple[Start, End]:
     """
     env = _env(request)
     *copying, ranks = _starts(request, env)
+    has_succeeded = False
     try:
         for start in copying:
-            end = launching.execute(start, "run", grace)
-            if end.stopped_by is not None:
-                return ranks, end
-            if end.status:
+            copied = launching.execute(start, "run", grace)
+            if copied.stopped_by is not None:
+                return ranks, copied
+            if copied.status:
                 raise LaunchError(
                     "no rank was started, since the environment could not be copied to every node.\n"
                     "Pass another directory that is local to every node (--stage-env=DIR), or remove --stage-env."
                 )
-        return ranks, launching.execute(ranks, "run", grace)
+        end = launching.execute(ranks, "run", grace)
+        has_succeeded = end.status == 0
+        return ranks, end
     finally:
         if env is not None:
-            _remove(request, env.copy)
+            with _holding_off_stops():
+                _remove(request, env.copy, _REMOVE_SECONDS if has_succeeded else _REMOVE_SECONDS_AFTER_FAILURE)
 
 
 def _env(request: Request) -> StagedEnv | None:
@@ -68,12 +78,31 @@ def _starts(request: Request, env: StagedEnv | None) -> list[Start]:
     return [dataclasses.replace(copy, has_input=False), ranks]  # the input is that of the ranks
 
 
-def _remove(request: Request, copy: str) -> None:
-    """Remove the copies from all hosts: from one host at a time if not all of them can be reached."""
+@contextlib.contextmanager
+def _holding_off_stops() -> Iterator[None]:
+    """Let signals not interrupt the removal: a second one after that which has ended the ranks would leave copies."""
+    handlers = {number: signal.signal(number, _note_stop) for number in STOPS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _note_stop(number: int, _: object) -> None:
+    print_message("run", f"{signal.Signals(number).name}: removing the copies of the environment, then it exits")
+
+
+def _remove(request: Request, copy: str, seconds: float) -> None:
+    """Remove the copies from all hosts: from one host at a time if not all of them can be reached.
+
+    Args:
+        seconds: The time limit for all hosts together.
+    """
     program = (*_PROGRAM, "--remove", copy)
     try:
         removal = launching.build(launching.on_every_host(request, program, os.environ), os.environ)
-        if launching.run_briefly(removal, _REMOVE_SECONDS)[0] == 0:
+        if launching.run_briefly(removal, seconds)[0] == 0:
             return
         hosts, is_step = launching.hosts(request, os.environ)
         reasons = launching.try_on_hosts(request, hosts, program, os.environ, is_step=is_step)

@@ -29,17 +29,17 @@ from mpicomm.errors import LaunchError
 from mpicomm.launch.request import Start
 from mpicomm.settings import HOST_TIMEOUT, Settings
 
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals after which the job must end."""
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 """Signals after which a job may end: schedulers send them before the time limit, programs use them otherwise, too."""
 
-_CAUGHT = (*_STOPS, *_WARNINGS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
+_CAUGHT = (*STOPS, *_WARNINGS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 # srun and flux run only print their state at the first SIGINT. SIGTERM ends flux run, but not its tasks.
 _SENT: dict[str, dict[int, tuple[signal.Signals, ...]]] = {
     "srun": {signal.SIGINT: (signal.SIGTERM,)},
-    "flux": dict.fromkeys(_STOPS, (signal.SIGINT, signal.SIGINT)),
+    "flux": dict.fromkeys(STOPS, (signal.SIGINT, signal.SIGINT)),
 }
 """The signals that some launchers need to end their tasks, by the signal that `mpicomm run` has received."""
 
@@ -206,7 +206,7 @@ class Supervisor:
             return
         if self._stopped_by is not None:
             return  # schedulers repeat signals
-        if number in _STOPS:
+        if number in STOPS:
             self._stopped_by = number
             self._questions.clear()  # the launcher must not receive a warning while the ranks save their state
             self._end_within(self._grace, "the grace period has passed")
@@ -224,7 +224,7 @@ class Supervisor:
         del self._questions[number]
         if not answers or not all(answers):
             self._pass_on(number)
-        elif number in _STOPS:
+        elif number in STOPS:
             self._print(
                 f"{_name(number)}: the ranks save their state and exit, within {self._grace:g} s (--grace-period); "
                 f"press Ctrl-C again to end them at once"

@@ -59,6 +59,22 @@ def _binds(request: Request) -> bool:
     return argument is not None
 
 
+def without_placement(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return arguments for a launcher without those that give the ranks cores and GPUs, and without their values."""
+    kept: list[str] = []
+    is_value = False
+    for argument in arguments:
+        name, has_value, _ = argument.partition("=")
+        if name in (*_BINDING_ARGUMENTS, *_GPU_ARGUMENTS):
+            is_value = not has_value
+        elif is_value and not argument.startswith("-"):
+            is_value = False
+        else:
+            kept.append(argument)
+            is_value = False
+    return tuple(kept)
+
+
 def _shares(request: Request, machine: Machine, ranks: int, environ: Mapping[str, str]) -> list[binding.Share] | None:
     """Return the cores of the ranks of a host, after the check that the binding fits; None if the ranks find them.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,11 @@ if [ "$1" = -cf ]; then
     exit 2
 fi
 exec {REAL_TAR} "$@"
+"""
+SLOW_REMOVAL = """#!/bin/sh
+: >removing
+while [ ! -e go ]; do sleep 0.05; done
+exec /bin/chmod "$@"
 """
 WORLD = """
 import os, signal, sys
@@ -64,6 +70,14 @@ def run(python: Path, local: Path, *words: str, env: dict[str, str] | None = Non
     return run_command([str(python), "-m", "mpicomm", "run", "-n", "2", f"--stage-env={local}", *words], env=env)
 
 
+def with_command(name: str, script: str) -> dict[str, str]:
+    """Return the environment of a job in which a script takes the place of a command."""
+    Path("bin").mkdir()
+    Path("bin", name).write_text(script)
+    Path("bin", name).chmod(0o755)
+    return {"PATH": f"{Path('bin').absolute()}:{os.environ['PATH']}"}
+
+
 @pytest.mark.each_mpi
 def test_the_ranks_run_from_a_copy_that_is_removed(python: Path, local: Path) -> None:
     outcome = run(python, local, "--log-dir", "logs", "world.py")
@@ -84,13 +98,18 @@ def test_the_copy_is_removed_after_a_failure_of_a_rank(python: Path, local: Path
     assert list(local.iterdir()) == [], outcome
 
 
-def test_the_copy_is_removed_after_a_signal(python: Path, local: Path) -> None:
+def test_the_copy_is_removed_after_signals(python: Path, local: Path) -> None:
+    """The second one arrives during the removal."""
     command = [str(python), "-m", "mpicomm", "run", "-n", "2", f"--stage-env={local}", "world.py", "wait"]
-    with background_job(command) as job:
+    with background_job(command, env=with_command("chmod", SLOW_REMOVAL)) as job:
         job.wait_until(lambda: Path("up0").exists() and Path("up1").exists(), "both ranks are up")
         os.kill(job.pid, signal.SIGTERM)
+        job.wait_until(Path("removing").exists, "the removal has begun")
+        os.kill(job.pid, signal.SIGTERM)
+        Path("go").touch()
         outcome = job.finish(EVENT_SECONDS)
     assert outcome.status, outcome
+    assert "SIGTERM: removing the copies" in outcome.stderr, outcome
     assert list(local.iterdir()) == [], outcome
 
 
@@ -103,10 +122,7 @@ def test_the_copy_is_removed_after_a_signal(python: Path, local: Path) -> None:
     ids=["full disk", "unreadable"],
 )
 def test_an_error_of_tar_starts_no_rank(tar: str, text: str, python: Path, local: Path) -> None:
-    Path("bin").mkdir()
-    Path("bin/tar").write_text(tar)
-    Path("bin/tar").chmod(0o755)
-    outcome = run(python, local, "world.py", env={"PATH": f"{Path('bin').absolute()}:{os.environ['PATH']}"})
+    outcome = run(python, local, "world.py", env=with_command("tar", tar))
     assert outcome.status == 2, outcome
     assert "mpicomm run: no rank was started, since the environment could not be copied" in outcome.stderr, outcome
     assert text.partition("{}")[2] in outcome.stderr, outcome
@@ -145,10 +161,14 @@ def test_a_copy_has_the_files_links_modes_and_times_of_the_original(tmp_path: Pa
     (prefix / "bin" / "tool").write_bytes(b"#!/bin/sh\n")
     (prefix / "bin" / "tool").chmod(0o755)
     (prefix / "large").write_bytes(os.urandom(40 << 20))  # several broadcasts
+    for name in ("conda-meta", "envs", "pkgs", "lib/envs"):  # the base environment of conda, with others in it
+        (prefix / name / "other").mkdir(parents=True)
     os.utime(prefix / "large", (1e9, 1e9))  # Python compiles modules anew if the time of the source changes
     (tmp_path / "nodes").mkdir()
     outcome = copy_on_two_nodes(prefix, f"{tmp_path}/nodes/{{rank}}")
     assert sorted(outcome.stdout.splitlines()) == ["0: 0 True", "1: 0 True"], outcome
+    for name in ("envs", "pkgs"):  # these are not copied
+        shutil.rmtree(prefix / name)
     for rank in range(2):
         copy = tmp_path / "nodes" / str(rank)
         assert (copy / "large").read_bytes() == (prefix / "large").read_bytes()

@@ -68,6 +68,12 @@ def test_the_size_of_a_copy_is_that_of_whole_blocks(tmp_path: Path) -> None:
     assert env_copy.measure(tmp_path) == (directory + 4096 + 4096 + 2 * 4096, 4)
 
 
+def test_the_size_of_condas_base_is_without_other_environments(tmp_path: Path) -> None:
+    for name in ("conda-meta", "envs/a", "pkgs/b", "lib/envs"):
+        (tmp_path / name).mkdir(parents=True)
+    assert env_copy.measure(tmp_path)[1] == len(["conda-meta", "lib", "lib/envs"])
+
+
 @pytest.mark.parametrize(
     ("size", "files", "text"),
     [(1 << 50, 1, "expected 1.049e[+]06 GiB or more"), (1, 1 << 60, f"expected {1 << 60} or more")],
@@ -103,8 +109,15 @@ ONE_EACH = (Host("a", 1), Host("b", 1))
             HOSTS,
             True,
             None,
-            Request(("train.py",), 2, slurm_nodes=("b",), log_dir="logs", tag_output=True),
-            Request(("copy",), 1, slurm_nodes=("b",), ranks_per_node=1),
+            Request(
+                ("train.py",),
+                2,
+                slurm_nodes=("b",),
+                log_dir="logs",
+                tag_output=True,
+                launcher_arguments=("--map-by", "core", "--cpu-bind=mask_cpu:3,c", "-v", "--gpus-per-task=1", "x"),
+            ),
+            Request(("copy",), 1, slurm_nodes=("b",), ranks_per_node=1, launcher_arguments=("-v", "x")),
         ),
         ((), False, None, Request(("train.py",), 4), Request(("copy",), 1)),
         ((), False, "a Flux instance", Request(("train.py",), 4), Request(("copy",), 4)),
@@ -148,5 +161,5 @@ def test_after_the_loss_of_a_host_the_others_keep_no_copy(
     monkeypatch.setattr(launching, "run_briefly", lambda *_: (1, ""))
     monkeypatch.setattr(launching, "hosts", lambda *_: (hosts, False))
     monkeypatch.setattr(launching, "try_on_hosts", lambda *_, **__: reasons)
-    stage_env._remove(Request(("train.py",), 4), "/copy")
+    stage_env._remove(Request(("train.py",), 4), "/copy", 1.0)
     assert capsys.readouterr().err.strip().removeprefix("mpicomm run: /copy ") == text
