@@ -58,6 +58,24 @@ def test_ring(group: Group, count: int, dtype: torch.dtype) -> None:
     assert torch.equal(theirs, expected)
 
 
+@on_groups("world")
+def test_a_receive_of_the_user_gets_no_message_of_the_group(group: Group) -> None:
+    """MPI matches messages by communicator, and the user has that of the job."""
+    after, before = ring(group)
+    received = torch.empty(3)
+    comm = mpi.job_comm()
+    receive = comm.Irecv(bytearray(100), source=mpi.api().ANY_SOURCE, tag=mpi.api().ANY_TAG)
+    send = dist.isend(torch.full((3,), float(group.rank)), after)
+    comm.Barrier()
+    is_taken = receive.Test()
+    receive.Cancel()
+    receive.Wait()
+    assert not is_taken
+    dist.recv(received, before)
+    send.wait()
+    assert torch.equal(received, torch.full((3,), float(before)))
+
+
 @on_groups("world", "parity")
 def test_any_source(group: Group) -> None:
     """Senders are global ranks, also in a group with different rank numbers."""

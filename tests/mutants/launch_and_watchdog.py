@@ -420,7 +420,7 @@ for operation in flight_recorder.running():
         old="""
 if not answers or not all(answers):
     self._pass_on(number)
-elif number in _STOPS:
+elif number in STOPS:
     self._print(
         f"{_name(number)}: the ranks save their state and exit, within {self._grace:g} s (--grace-period); "
         f"press Ctrl-C again to end them at once"
@@ -428,7 +428,7 @@ elif number in _STOPS:
 """,
         new="""
 self._pass_on(number)
-if answers and all(answers) and number in _STOPS:
+if answers and all(answers) and number in STOPS:
     self._print(
         f"{_name(number)}: the ranks save their state and exit, within {self._grace:g} s (--grace-period); "
         f"press Ctrl-C again to end them at once"

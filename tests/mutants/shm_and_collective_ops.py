@@ -267,8 +267,9 @@ while self._comms:
         "make_for_torch",
         old="world.Dup",
         new="lambda: world",
-        fault="The group of all ranks uses, and frees, the communicator that the user has.",
-        tests="tests/launch/test_exit.py -k several",
+        fault="Messages of the user and of the group of all ranks are mixed.",
+        tests="tests/mpi/test_messages.py -k no_message_of_the_group",
+        ranks=4,
     ),
     Mutant(
         "ReportingBarrier.missing",
