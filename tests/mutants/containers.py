@@ -13,7 +13,7 @@ MUTANTS = [
         old='"--pwd"',
         new='"--bind"',
         fault="Ranks of Apptainer do not start in a directory with a symbolic link in its path.",
-        tests="tests/launch/test_containers.py -k run_an_example",
+        tests=f"{_UNIT} command_starts_the_rank",
     ),
     Mutant(
         "containers._with_variables",
