@@ -170,9 +170,11 @@ def nccl_interfaces(value: str, names: Sequence[str]) -> list[str]:
 
 
 def _state_of_link(directory: Path) -> str:
-    """Return the state of a device of Slingshot; ACTIVE if the driver does not show it, as for newer devices."""
-    text = host_info.read(directory / "device/port/link")  # a word: cass_link_state_str() in HPE's shs-cxi-driver
-    return ACTIVE if text == "up" or not text.isalpha() else text.upper()
+    """Return the state of a device of Slingshot; ACTIVE if the driver does not show it, as for virtual functions."""
+    # Words of the driver for Cassini 1 and 2: get_port_status() in utils/cxi_stat.c of HPE's shs-libcxi.
+    words = [host_info.read(directory / "device/port" / name) for name in ("link", "0/link/state")]
+    word = next(filter(str.isalpha, words), "up")
+    return ACTIVE if word == "up" else word.upper()
 
 
 def _read_rdma(directory: Path) -> Adapter:

@@ -39,7 +39,7 @@ GPUS = {"dev/nvidiactl": "", "dev/nvidia0": ""}
 LO = {**net("lo", None, "unknown")}
 SLINGSHOT = {
     **LO, **net("nmn0", 1000), **net("hsn0", 200000), **net("hsn1", 200000), **GPUS,
-    "sys/class/cxi/cxi0/device/port/link": "up\n", "sys/class/cxi/cxi1/device/port/link": "NOT IMPLEMENTED!!\n",
+    "sys/class/cxi/cxi0/device/port/link": "up\n", "sys/class/cxi/cxi1/device/port/0/link/state": "up\n",
 }  # fmt: skip
 INFINIBAND = {
     **LO, **net("eno1", 1000), **net("ib0", 200000), **net("ib1", None, "down"), **GPUS,
@@ -393,8 +393,9 @@ def test_the_facts_about_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert named in fabric_check.collect(own, root).plugins
     assert [interface.has_address for interface in facts.interfaces] == [True, True, False]
     assert [(adapter.name, adapter.state) for adapter in facts.adapters] == [("cxi0", "ACTIVE"), ("cxi1", "ACTIVE")]
-    (root / "sys/class/cxi/cxi1/device/port/link").write_text("down")
-    assert fabric_check.collect({}, root).adapters[1].state == "DOWN"
+    for name in ("cxi0/device/port/link", "cxi1/device/port/0/link/state"):
+        (root / "sys/class/cxi" / name).write_text("down")
+    assert [adapter.state for adapter in fabric_check.collect({}, root).adapters] == ["DOWN", "DOWN"]
     wrong = fabric_check.collect({"MPICOMM_INTERFACE": "xyz0"}, root)
     assert wrong.offer_error.startswith("MPICOMM_INTERFACE=xyz0 is not an interface of rank 0's host")
     assert fabric_check.collect({"MPICOMM_INTERFACE": "nmn0"}, root).offered == ("nmn0",)
