@@ -10,6 +10,7 @@ from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Host
 from mpicomm.launch.request import Request
 
+_IPV4 = re.compile(r"\d+(\.\d+){3}")
 _RANGE = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
 
 
@@ -72,7 +73,7 @@ def without(hosts: Sequence[Host], names: Collection[str]) -> tuple[Host, ...]:
 
 def addresses(hosts: Sequence[Host]) -> list[str]:
     """Return the hosts that have an address in place of a name."""
-    return [host.name for host in hosts if ":" in host.name or host.name.replace(".", "").isdigit()]
+    return [host.name for host in hosts if ":" in host.name or _IPV4.fullmatch(host.name)]
 
 
 def _without_domain(name: str) -> str:

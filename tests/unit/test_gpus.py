@@ -153,8 +153,12 @@ def test_a_mig_device_belongs_to_the_gpu_that_nccl_compares(cuda: SimpleNamespac
 def test_a_host_without_a_driver_captures_no_graph() -> None:
     """torch is built for CUDA on a host whose driver is missing, or too old."""
     error = RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=error):
-        assert not vendors.CUDA().is_capturing()
+    with mock.patch.multiple(
+        torch.cuda,
+        is_initialized=mock.Mock(side_effect=[False, True, True]),
+        is_current_stream_capturing=mock.Mock(side_effect=[False, True, error]),
+    ):
+        assert [vendors.CUDA().is_capturing() for _ in range(3)] == [False, False, True]
 
 
 def test_rocm_takes_torchs_streams(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_hosts_are_left_out_by_name(hosts: list[str], failed: list[str], left: l
 
 
 def test_addresses_are_no_names() -> None:
-    hosts = [Host(name) for name in ("a1", "10.0.0.1", "fd00::1", "10.example.org")]
+    hosts = [Host(name) for name in ("a1", "10.0.0.1", "fd00::1", "10.example.org", "1001")]
     assert node_range.addresses(hosts) == ["10.0.0.1", "fd00::1"]
 
 
