@@ -735,7 +735,7 @@ else:
     ),
     Mutant(
         "mpiexec",
-        old="[*forwarded, *request.variables]",
+        old="[*forwarded, *request.launcher_variables]",
         new="environment.forwarded(child)",
         fault="`mpicomm run --env A` does not reach ranks on other hosts.",
         tests="tests/unit/test_launch_commands.py -k test_variables_that_the_user_names",
@@ -784,7 +784,7 @@ else:
     ),
     Mutant(
         "job.j2",
-        old="previous=${MPICOMM_LOCAL_CACHES:-/dev/null}",
+        old="previous=${JOB_LOCAL_CACHES:-/dev/null}",
         new="previous=/dev/null",
         fault="A job that `mpicomm job --requeue --local-caches` submits again has the caches of the job before it.",
         tests="tests/unit/test_jobs.py -k test_caches_of_a_job_that_submits_itself_again",

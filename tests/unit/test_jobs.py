@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -14,8 +15,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mpicomm import launch
 from mpicomm.cli.main import main
 from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, script
+from mpicomm.settings import PREFIX, Settings
 from tests.launching import ROOT, Outcome, run_command
 
 JOBS = sorted((ROOT / "jobs").iterdir())
@@ -342,11 +345,11 @@ def test_caches_are_in_a_directory_of_the_job(job, tmp_path: Path, scheduler: st
 def test_caches_of_a_job_that_submits_itself_again(job, tmp_path: Path, scheduler: str) -> None:
     """LSF, Flux and sbatch in a job copy its environment to the next one."""
     made = job(scheduler, "train", local_caches=True)
-    program = '#!/bin/bash\nprintf "%s\\n" "$MPICOMM_LOCAL_CACHES" "$TRITON_CACHE_DIR" "$TORCH_EXTENSIONS_DIR"\n'
+    program = '#!/bin/bash\nprintf "%s\\n" "$JOB_LOCAL_CACHES" "$TRITON_CACHE_DIR" "$TORCH_EXTENSIONS_DIR"\n'
     (made.stand_ins / "mpicomm").write_text(program)
     previous = tmp_path / "previous"
     environ = {
-        "MPICOMM_LOCAL_CACHES": previous,
+        "JOB_LOCAL_CACHES": previous,
         "TRITON_CACHE_DIR": previous / "triton",
         "TORCH_EXTENSIONS_DIR": "/mine",
     }
@@ -354,6 +357,13 @@ def test_caches_of_a_job_that_submits_itself_again(job, tmp_path: Path, schedule
     directory, *values = outcome.stdout.splitlines()
     assert directory != str(previous)
     assert values == [f"{directory}/triton", "/mine"]
+
+
+def test_scripts_set_no_variable_that_bootstrap_refuses() -> None:
+    known = {f"{PREFIX}{field.name.upper()}" for field in dataclasses.fields(Settings)}
+    files = list((Path(launch.__file__).parent / "templates").iterdir())
+    assert len(files) > len(SCHEDULERS)
+    assert {name for file in files for name in re.findall(rf"{PREFIX}\w+", file.read_text())} <= known
 
 
 @pytest.mark.parametrize(("scheduler", "starter"), [("pbs", "pbs_tmrsh"), ("lsf", "blaunch")])
