@@ -283,7 +283,7 @@ def _container(arguments: argparse.Namespace) -> Container | None:
         arguments.container,
         arguments.container_runtime,
         arguments.container_bind,
-        {**environ, **request.variables(arguments.env, environ)},
+        {**environ, **request.outside_container(request.variables(arguments.env, environ))},
         log_dir=_log_dir(arguments),
         may_use_srun=is_of_scheduler and not is_for_mpirun,
     )

@@ -15,20 +15,22 @@ from pathlib import Path, PurePath
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch import visible_devices
-from mpicomm.settings import PREFIX
 
 PYTHON = "python"
 """The command of Python in an image."""
 
-CARRIER = f"{PREFIX}ENV_"
+CARRIER = "CONTAINER_ENV_"
 """The start of the names under which the launcher passes the user's variables to containers."""
+
+OF_IMAGE = ("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME")
+"""Variables of the ranks in containers with which the launcher and the runtime outside would not start."""
 
 _BIND = re.compile(r"(?P<source>/[^:,;\s]*)(:(?P<target>/[^:,;\s]*)(:(?P<flag>ro|rw))?)?")
 _FILE = re.compile(r"\.{0,2}/.*|.*\.(sif|sqsh|squashfs|img|toml)")
 _URI = re.compile(r"[\w-]+://.*|(docker-daemon|docker-archive|oci|oci-archive):.*")  # of Apptainer; not NAME:TAG
 _GPU_OPTIONS = {visible_devices.NVIDIA: ("--nv",), visible_devices.AMD: ("--rocm",)}
 # Apptainer's variables for options with which MPI cannot connect the ranks of a node, or gets no variables. Apptainer
-# takes any other value as true: EnvBool in internal/pkg/util/env and Go's strconv.ParseBool.
+# reads the values by Go's strconv.ParseBool, and fails with others.
 _FALSE = ("", "0", "f", "F", "false", "False", "FALSE")
 _SEPARATING = ("CONTAIN", "CONTAINALL", "CLEANENV", "COMPAT", "PID", "UNSHARE_PID", "NET", "UNSHARE_NET")
 _IMAGE_VARIABLES = {
@@ -142,6 +144,11 @@ class Container:
         )
 
 
+_NOT_CARRIED = "it did not reach the container. Set it in the image in place of --env"
+# The libraries of --nv and --rocm, which Apptainer adds to the value itself (process_linux.go).
+_ADDED = {"LD_LIBRARY_PATH": ":/.singularity.d/libs"}
+
+
 def _with_variables(program: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """Return the command of a program with the user's variables, of which an image or a runtime may have others.
 
@@ -149,7 +156,7 @@ def _with_variables(program: Sequence[str], names: Sequence[str]) -> tuple[str, 
     """
     if not names:
         return tuple(program)
-    exports = " ".join(f'{name}="${{{CARRIER}{name}?}}"' for name in names)  # ?: an error instead of an empty value
+    exports = " ".join(f'{name}="${{{CARRIER}{name}?{_NOT_CARRIED}}}{_ADDED.get(name, "")}"' for name in names)
     carriers = " ".join(f"{CARRIER}{name}" for name in names)
     return ("sh", "-c", f'export {exports}; unset {carriers}; exec "$0" "$@"', *program)
 
@@ -248,7 +255,7 @@ def _container_engine(container: Container) -> list[str]:
 
 
 _SQUASHFS = r".*\.(sqsh|squashfs)"
-_OF_REGISTRY = r"(?![/.]|docker:|.*(\.(sif|img|toml)$|://)).*"
+_OF_REGISTRY = rf"(?![/.]|docker:|{_URI.pattern}|.*\.(sif|img|toml)$).*"
 # PMIx otherwise shares files in the launcher's temporary directory, which may not be in the container: MPI_Init fails,
 # and mpirun can hang. The plugins of srun bind the directory (hook 50-slurm-pmi.sh of enroot).
 _NO_FILES = {"PMIX_MCA_gds": "hash"}
@@ -327,11 +334,16 @@ def is_path(image: str, runtime: str | None, *, exists: bool) -> bool:
 
     Args:
         runtime: The runtime that the user requests.
-        exists: Whether this path exists.
+        exists: Whether an image exists at this path.
     """
     if _URI.fullmatch(image):
         return False
-    return _FILE.fullmatch(image) is not None or runtime == "apptainer" or (exists and runtime is None)
+    return has_form_of_path(image) or runtime == "apptainer" or (exists and runtime is None)
+
+
+def has_form_of_path(image: str) -> bool:
+    """Return whether an image can only be a path."""
+    return _FILE.fullmatch(image) is not None and not _URI.fullmatch(image)
 
 
 def refuse_separation(runtime: Runtime, environ: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Allocation, Host, HostAllocation
 from mpicomm.launch.binding import Processors
-from mpicomm.launch.containers import CARRIER, PYTHON, Container
+from mpicomm.launch.containers import CARRIER, OF_IMAGE, PYTHON, Container
 from mpicomm.settings import PARENT_VARIABLE
 
 _PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
@@ -71,9 +71,11 @@ class Request:
 
     @property
     def launcher_variables(self) -> dict[str, str]:
-        """The variables of the launcher for those of the ranks; a container needs each of them a second time."""
-        carried = {f"{CARRIER}{name}": value for name, value in self.variables.items()} if self.container else {}
-        return {**self.variables, **carried}
+        """The variables of the launcher for those of the ranks; a container gets each of them by another name."""
+        if self.container is None:
+            return dict(self.variables)
+        carried = {f"{CARRIER}{name}": value for name, value in self.variables.items()}
+        return {**outside_container(self.variables), **carried}
 
     def rank_command(self, python: str, *, binds_in: int | None = None, by_srun: bool = False) -> tuple[str, ...]:
         """Return the command of one rank, which writes its own log if `log_dir` is set.
@@ -225,6 +227,11 @@ def variables(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
             raise LaunchError(f"--env {name}: {name} is not set in this environment.\nUse --env {name}=VALUE.")
         values[name] = value if has_value else environ[name]
     return values
+
+
+def outside_container(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ranks in containers that the launcher gets, too."""
+    return {name: value for name, value in variables.items() if name not in OF_IMAGE}
 
 
 def without_value(word: str) -> str:

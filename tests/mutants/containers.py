@@ -24,10 +24,31 @@ MUTANTS = [
     ),
     Mutant(
         "containers._with_variables",
-        old="f'{name}=\"${{{CARRIER}{name}?}}\"'",
-        new="f'{name}=\"${{{CARRIER}{name}}}\"'",
+        old='f\'{name}="${{{CARRIER}{name}?{_NOT_CARRIED}}}{_ADDED.get(name, "")}"\'',
+        new='f\'{name}="${{{CARRIER}{name}}}{_ADDED.get(name, "")}"\'',
         fault="A variable that does not reach the container is empty there.",
         tests=f"{_UNIT} users_variables",
+    ),
+    Mutant(
+        "request.outside_container",
+        old="name not in OF_IMAGE",
+        new="True",
+        fault="mpirun of the host loads the libraries of the image.",
+        tests=f"{_UNIT} users_variables",
+    ),
+    Mutant(
+        "launching.container",
+        old="not selected.has_binds",
+        new="False",
+        fault="Logs of ranks in the Container Engine are written into the container, and lost.",
+        tests=f"{_UNIT} logs_are_not_lost",
+    ),
+    Mutant(
+        "launching._is_image",
+        old='(path / ".singularity.d").exists()',
+        new="path.exists()",
+        fault="A directory of the sources is the image in place of one of a registry.",
+        tests=f"{_UNIT} sandbox_is_not",
     ),
     Mutant(
         "launching.build",
@@ -54,8 +75,8 @@ MUTANTS = [
         "containers.is_path",
         old="exists and runtime is None",
         new="False",
-        fault="An image of a registry replaces the user's directory of the same name.",
-        tests=f"{_UNIT} directory_is_not",
+        fault="An image of a registry replaces the user's sandbox of the same name.",
+        tests=f"{_UNIT} sandbox_is_not",
     ),
     Mutant(
         "containers.is_path",
@@ -68,7 +89,7 @@ MUTANTS = [
         "containers.refuse_separation",
         old='environ.get(name, "") not in _FALSE',
         new='environ.get(name, "") in ("1", "true")',
-        fault="Ranks in containers are separated by APPTAINER_CONTAINALL=yes.",
+        fault="Ranks in containers are separated by APPTAINER_CONTAINALL=T.",
         tests=f"{_UNIT} separate_the_ranks",
     ),
     Mutant(

@@ -119,33 +119,33 @@ def test_the_container_engine_takes_mounts_from_its_file() -> None:
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_the_users_variables_replace_those_of_the_image(name: str) -> None:
     """The launcher passes them under names that no image has, and a shell in the container renames them."""
-    request = Request(PROGRAM, container=CONTAINERS[name], variables={"A": "of user", "PYTHONPATH": "/p"})
+    variables = {"A": "of user", "LD_LIBRARY_PATH": "/lib"}
+    request = Request(PROGRAM, container=CONTAINERS[name], variables=variables)
     assert request.launcher_variables == {
-        "A": "of user",
-        "PYTHONPATH": "/p",
-        "MPICOMM_ENV_A": "of user",
-        "MPICOMM_ENV_PYTHONPATH": "/p",
+        "A": "of user",  # the libraries of the image are not for the launcher
+        "CONTAINER_ENV_A": "of user",
+        "CONTAINER_ENV_LD_LIBRARY_PATH": "/lib",
     }
     command = request.rank_command(MACHINE.python, by_srun=CONTAINERS[name].runtime.is_plugin)
     in_container = list(command[-5:])
     assert in_container[:2] == ["sh", "-c"]
     assert in_container[-2:] == list(PROGRAM)
     in_container[-2:] = ["env"]
-    of_image = {"PATH": os.environ["PATH"], "A": "of image", "MPICOMM_ENV_A": "of user"}
+    of_image = {"PATH": os.environ["PATH"], "A": "of image", "CONTAINER_ENV_A": "of user"}
     done = subprocess.run(in_container, env=of_image, capture_output=True, text=True, check=False)
     assert done.returncode != 0  # not an empty value
-    assert "MPICOMM_ENV_PYTHONPATH" in done.stderr
-    of_image["MPICOMM_ENV_PYTHONPATH"] = "/p"
+    assert "CONTAINER_ENV_LD_LIBRARY_PATH: it did not reach the container. Set it in the image" in done.stderr
+    of_image["CONTAINER_ENV_LD_LIBRARY_PATH"] = "/lib"
     done = subprocess.run(in_container, env=of_image, capture_output=True, text=True, check=True)
-    assert {"A=of user", "PYTHONPATH=/p"} <= set(done.stdout.splitlines())
-    assert "MPICOMM_ENV_" not in done.stdout
+    assert {"A=of user", "LD_LIBRARY_PATH=/lib:/.singularity.d/libs"} <= set(done.stdout.splitlines())
+    assert "CONTAINER_ENV_" not in done.stdout
 
 
 def test_values_of_variables_are_hidden_in_containers_too(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--dry-run", "--container", "image.sif", "--env", "TOKEN=secret"]
     assert main(["run", "-n", "2", *options, "train.py"]) == 0
     shown = capsys.readouterr().out
-    assert "MPICOMM_ENV_TOKEN=***" in shown
+    assert "CONTAINER_ENV_TOKEN=***" in shown
     assert f"{host}/image.sif sh -c 'export TOKEN=" in shown
     assert "secret" not in shown
 
@@ -229,7 +229,7 @@ def test_temporary_directories_that_apptainer_does_not_bind(environ: Mapping[str
         ("docker:debian:12", RUNTIMES, True, "shifter"),
         ("/sandbox", RUNTIMES, True, "apptainer"),
         ("name", ["enroot"], True, "enroot"),
-        ("docker-archive:a.tar", RUNTIMES, False, "apptainer"),
+        ("docker-archive:a.tar", RUNTIMES, True, "apptainer"),
     ],
 )
 def test_the_default_runtime_is_made_for_the_image(
@@ -314,7 +314,7 @@ def _host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "apptainer").touch(0o755)
     (tmp_path / "image.sif").touch()
-    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / ".singularity.d").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
@@ -390,7 +390,8 @@ def test_a_dry_run_shows_the_command_of_pyxis(
     [
         (["--container", "other.sif"], "--container other.sif: the image does not exist in"),
         (["--container", "./name"], "--container ./name: the image does not exist in"),
-        (["--container", "name", "--container-runtime", "apptainer"], "registry is docker://name for Apptainer"),
+        (["--container", ""], "expected an image, got an empty text"),
+        (["--container", "a#b/c:1", "--container-runtime", "apptainer"], "In a registry, it is docker://a/b/c:1."),
         (["--container", "image.sif", "--container-bind", "/none/a:/"], "a target other than /"),
         (["--container", "image.sif", "--log-dir", "/a b"], "the directory of --log-dir '/a b' cannot be visible"),
         (["--container", "image.sif", "--container-bind", "/none/a:/b"], "/none/a does not exist"),
@@ -416,7 +417,23 @@ def test_no_directory_hides_the_image(host: Path, monkeypatch: pytest.MonkeyPatc
         launching.container(str(host / "image.sif"), None, [], os.environ, log_dir=None, may_use_srun=False)
 
 
-def test_a_directory_is_not_the_name_of_another_image(host: Path) -> None:
+def test_logs_are_not_lost_outside_of_the_mounts(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    srun = host / "bin" / "srun"
+    srun.write_text("#!/bin/sh\necho ' --environment=FILE'\n")
+    srun.chmod(0o755)
+    (host / "a.toml").touch()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    queries.constant_output.cache_clear()
+    try:
+        with pytest.raises(LaunchError, match="/logs is not below the working directory, and ce takes mounts from"):
+            launching.container("a.toml", None, [], os.environ, log_dir="/logs", may_use_srun=True)
+        container = launching.container("a.toml", None, [], os.environ, log_dir=f"{host}/logs", may_use_srun=True)
+    finally:
+        queries.constant_output.cache_clear()
+    assert container.srun_options() == [f"--environment={host}/a.toml"]
+
+
+def test_a_sandbox_is_not_the_name_of_another_image(host: Path) -> None:
     """Without `./`, a path has the form of a name in a registry; a requested runtime decides."""
 
     def selected(runtime: str | None) -> tuple[str, str]:
@@ -426,6 +443,8 @@ def test_a_directory_is_not_the_name_of_another_image(host: Path) -> None:
     (host / "bin" / "enroot").touch(0o755)
     assert selected(None) == ("apptainer", str(host / "data"))
     assert selected("enroot") == ("enroot", "data")
+    (host / "data" / ".singularity.d").rmdir()
+    assert selected(None) == ("enroot", "data")
 
 
 @pytest.mark.parametrize("name", ["APPTAINER_CONTAINALL", "APPTAINER_CLEANENV", "SINGULARITY_PID"])
@@ -435,7 +454,7 @@ def test_variables_that_separate_the_ranks_are_refused(
 ) -> None:
     monkeypatch.setenv(name, "0")
     assert main(["run", "-n", "2", "--dry-run", "--container", "image.sif", "train.py"]) == 0
-    for value in ("true", "T", "yes"):  # Apptainer takes what it cannot read as true
+    for value in ("true", "T", "yes"):  # with the last one Apptainer fails
         monkeypatch.setenv(name, value)
         assert main(["run", "-n", "2", "--container", "image.sif", "train.py"]) == 2
         assert f"unset {name}" in capsys.readouterr().err
@@ -494,8 +513,13 @@ def test_a_job_starts_the_launcher_outside_and_the_ranks_inside() -> None:
         ({"container_bind": ("/data",)}, "need --container IMAGE"),
         ({"container": "a.sif", "container_bind": ("data",)}, "cannot bind 'data'"),
         ({"container": "a.toml", "container_runtime": "ce", "container_bind": ("/data",)}, "does not work with ce"),
-        ({"scheduler": "pbs", "container": "a.sqsh", "container_runtime": "pyxis"}, "srun, got PBS; use one of app"),
+        (
+            {"scheduler": "pbs", "container": "a.sqsh", "container_runtime": "pyxis"},
+            "srun, got PBS; use an image and --con.* of app",
+        ),
         ({"container": "a.sqsh", "container_runtime": "pyxis", "launcher": "mpiexec"}, "got --launcher mpiexec"),
+        ({"scheduler": "pbs", "container": "a.toml"}, "ce is a plugin of Slurm's srun, got PBS"),
+        ({"container": "a.sif", "env": ("PATH=/opt/bin",)}, "use -- env PATH=VALUE python train.py"),
         ({"container": "a.sif", "command": ("torchrun", "train.py")}, "does not work with torchrun"),
     ],
 )

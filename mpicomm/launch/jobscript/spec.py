@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from mpicomm.errors import LaunchError
 from mpicomm.launch import binding, environment, known_launchers
-from mpicomm.launch.containers import RUNTIMES
+from mpicomm.launch.containers import OF_IMAGE, RUNTIMES
 from mpicomm.launch.jobscript import options, quoting
 from mpicomm.launch.jobscript.options import Option, check_choice, flag, option, program_name
 from mpicomm.launch.jobscript.schedulers import SCHEDULERS, Scheduler
@@ -348,9 +348,17 @@ def _check_command(spec: JobSpec) -> None:
 
 
 def _check_container(spec: JobSpec) -> None:
-    if spec.container is None and (spec.container_runtime or spec.container_bind):
-        raise ValueError("--container-runtime and --container-bind need --container IMAGE")
-    runtime = RUNTIMES.get(spec.container_runtime or "")
+    if spec.container is None:
+        if spec.container_runtime or spec.container_bind:
+            raise ValueError("--container-runtime and --container-bind need --container IMAGE")
+        return
+    if of_image := [name for name, _ in spec.variables if name in OF_IMAGE]:
+        raise ValueError(
+            f"--env {of_image[0]} with --container would be set for the launcher outside the container, too; "
+            f"use -- env {of_image[0]}=VALUE python train.py"
+        )
+    implied = "ce" if spec.container.endswith(".toml") else ""  # no other runtime starts it
+    runtime = RUNTIMES.get(spec.container_runtime or implied)
     try:
         (runtime or RUNTIMES["apptainer"]).parse_binds(spec.container_bind)
     except LaunchError as error:
@@ -359,8 +367,8 @@ def _check_container(spec: JobSpec) -> None:
         launcher = f"--launcher {spec.launcher}" if spec.launcher else spec.system.title
         others = [name for name, other in RUNTIMES.items() if not other.is_plugin]
         raise ValueError(
-            f"--container-runtime {runtime.name} is a plugin of Slurm's srun, got {launcher}; "
-            f"use one of {', '.join(others)}"
+            f"{runtime.name} is a plugin of Slurm's srun, got {launcher}; use an image and --container-runtime of "
+            f"{', '.join(others)}"
         )
 
 
