@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _PART_BYTES = 16 << 20  # of one broadcast: large enough for the bandwidth of the network
 _BLOCK_BYTES = 4096  # by which file systems usually round up the size of a file
 _NAMED = 8  # the most nodes that an error lists
-_OF_CONDA = ("envs", "pkgs")  # in the base environment: the other environments, and the packages of all
 _CHANGED = 1  # status of GNU tar if files changed or disappeared while it read them, such as those of Python's compiler
 
 
@@ -80,8 +79,12 @@ def copy_to_nodes(comm: Intracomm, prefix: Path, copy: Path) -> int:
 
 
 def left_out(prefix: Path) -> tuple[str, ...]:
-    """Return the directories of an environment that do not belong to it, and are not copied."""
-    return _OF_CONDA if (prefix / "conda-meta").is_dir() else ()
+    """Return the directories of conda's base that do not belong to it: other environments, and the packages of all.
+
+    Another environment may have a directory pkgs of its own, without the file by which conda knows its cache.
+    """
+    is_base = (prefix / "conda-meta").is_dir() and (prefix / "pkgs" / "urls.txt").is_file()
+    return ("envs", "pkgs") if is_base else ()
 
 
 def measure(prefix: Path) -> tuple[int, int]:

@@ -33,7 +33,7 @@ from mpicomm.launch import (
 from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllocation, SlurmAllocation
 from mpicomm.launch.containers import Bind, Container
 from mpicomm.launch.mpi_library import Library
-from mpicomm.launch.request import Machine, Request, Start
+from mpicomm.launch.request import Machine, Request, Start, outside_container
 from mpicomm.settings import PREFIX
 
 GRACE_SECONDS = 120.0
@@ -159,9 +159,18 @@ def on_every_host(request: Request, program: tuple[str, ...], environ: Mapping[s
 
 
 def try_on_hosts(
-    request: Request, hosts: Sequence[Host], program: tuple[str, ...], environ: Mapping[str, str], *, is_step: bool
+    request: Request,
+    hosts: Sequence[Host],
+    program: tuple[str, ...],
+    environ: Mapping[str, str],
+    *,
+    is_step: bool,
+    in_own_session: bool = False,
 ) -> dict[Host, str]:
     """Run a short program on each host alone, by the same means as the ranks of a request.
+
+    Args:
+        in_own_session: See `run_briefly`.
 
     Returns:
         Why it has failed, by host; empty if it has not.
@@ -171,8 +180,12 @@ def try_on_hosts(
     plain = dataclasses.replace(trial, launcher_arguments=())
 
     def attempt(host: Host) -> str:
-        reason = _try_on_host(plain, host, environ, is_step=is_step)
-        return reason and (reason if plain == trial else _try_on_host(trial, host, environ, is_step=is_step))
+        def reason_with(tried: Request) -> str:
+            placed = node_range.place(tried, [Host(host.name, 1)], is_step=is_step)
+            return _try(placed, environ, in_own_session=in_own_session)
+
+        reason = reason_with(plain)
+        return reason and (reason if plain == trial else reason_with(trial))
 
     with concurrent.futures.ThreadPoolExecutor(_TRIALS) as pool:
         return dict(zip(hosts, pool.map(attempt, hosts), strict=True))
@@ -181,14 +194,15 @@ def try_on_hosts(
 def _unlogged(request: Request, program: tuple[str, ...]) -> Request:
     """Return the request with a program of this command in place of the user's, which needs no placement."""
     arguments = commands.without_placement(request.launcher_arguments)
-    own = dataclasses.replace(request, program=program, launcher_arguments=arguments)
+    variables = request.variables if request.container is None else outside_container(request.variables)
+    own = dataclasses.replace(request, program=program, launcher_arguments=arguments, variables=variables)
     return dataclasses.replace(own, log_dir=None, tag_output=False, bind=None, container=None)
 
 
-def _try_on_host(request: Request, host: Host, environ: Mapping[str, str], *, is_step: bool) -> str:
+def _try(request: Request, environ: Mapping[str, str], *, in_own_session: bool) -> str:
     try:
-        start = build(node_range.place(request, [Host(host.name, 1)], is_step=is_step), environ)
-        status, _ = run_briefly(start)
+        start = build(request, environ)
+        status, _ = run_briefly(start, in_own_session=in_own_session)
     except (LaunchError, OSError) as error:
         return str(error)
     if status is None:
@@ -196,11 +210,12 @@ def _try_on_host(request: Request, host: Host, environ: Mapping[str, str], *, is
     return f"{start.command[0]} exited with status {status}" if status else ""
 
 
-def run_briefly(start: Start, seconds: float | None = None) -> tuple[int | None, str]:
-    """Run a launch of a short program without showing its output; Ctrl-C reaches this process only.
+def run_briefly(start: Start, seconds: float | None = None, *, in_own_session: bool = False) -> tuple[int | None, str]:
+    """Run a launch of a short program without showing its output.
 
     Args:
         seconds: The time limit; 60 seconds by default.
+        in_own_session: Whether signals to the group of this process, such as Ctrl-C, do not reach it.
 
     Returns:
         The exit status, and the output of all ranks and of the launcher. The status is None if the launcher has not
@@ -217,7 +232,7 @@ def run_briefly(start: Start, seconds: float | None = None) -> tuple[int | None,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
+        start_new_session=in_own_session,
     ) as process:
         try:
             output, _ = process.communicate(timeout=seconds or _BRIEF_SECONDS)
@@ -233,18 +248,19 @@ def run_briefly(start: Start, seconds: float | None = None) -> tuple[int | None,
     return process.returncode, output
 
 
-def execute(start: Start, command: str, grace: float = GRACE_SECONDS) -> End:
+def execute(start: Start, command: str, grace: float = GRACE_SECONDS, received: list[int] | None = None) -> End:
     """Print the launch command, and run it as a child process until it ends.
 
     Args:
         command: The subcommand of `mpicomm`, for messages.
         grace: Seconds for the ranks to save a checkpoint and exit when they are asked to stop.
+        received: Signals that have arrived before; see `Supervisor`.
 
     Raises:
         OSError: If the launcher cannot be executed.
     """
     print_message(command, start.shown(os.environ))
-    return Supervisor(command, start, grace).run()
+    return Supervisor(command, start, grace, received).run()
 
 
 def container(
@@ -267,11 +283,14 @@ def container(
     Raises:
         LaunchError: If the image or a path does not exist, or if no runtime can start it.
     """
-    if containers.is_path(image, runtime, exists=Path(image).exists()):
+    if not image:
+        raise LaunchError("--container: expected an image, got an empty text.\nSet the variable, or pass IMAGE.")
+    if containers.is_path(image, runtime, exists=_is_image(Path(image))):
         if not Path(image).exists():
+            name = image.removeprefix("docker:").replace("#", "/")
+            of_registry = "" if containers.has_form_of_path(image) else f" In a registry, it is docker://{name}."
             raise LaunchError(
-                f"--container {image}: the image does not exist in {Path.cwd()}.\n"
-                f"Correct the path. An image of a registry is docker://{image} for Apptainer."
+                f"--container {image}: the image does not exist in {Path.cwd()}.\nCorrect the path.{of_registry}"
             )
         image = str(Path(image).resolve())
     installed = queries.container_commands(environ.get("PATH", ""))
@@ -284,6 +303,11 @@ def container(
             raise LaunchError(f"--container-bind {bind.joined()}: {bind.source} does not exist.\nCorrect the path.")
     directory = Bind.of_directory(str(Path.cwd()), "working directory").source
     if log_dir is not None and not Path(log_dir).is_relative_to(directory):
+        if not selected.has_binds:
+            raise LaunchError(
+                f"--log-dir {log_dir} is not below the working directory, and {selected.name} takes mounts from "
+                f"{image}: the logs could be lost.\nPass a directory below the working directory."
+            )
         parsed.append(Bind.of_directory(log_dir, "directory of --log-dir"))
     return Container(
         selected,
@@ -294,6 +318,11 @@ def container(
         gpu_vendor=counting.count(environ).vendor,
         has_other_tmp=containers.has_other_tmp(environ),
     )
+
+
+def _is_image(path: Path) -> bool:
+    """Return whether a path is that of an image: a file, or a sandbox of Apptainer."""
+    return path.is_file() or (path / ".singularity.d").exists()
 
 
 # -- this host ---------------------------------------------------------------------------------------------------------

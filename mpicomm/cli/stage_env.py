@@ -8,11 +8,11 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mpicomm.cli import launching
 from mpicomm.cli.console import print_message
-from mpicomm.cli.supervisor import STOPS, End
+from mpicomm.cli.supervisor import STOPS, WARNINGS, End
 from mpicomm.errors import LaunchError
 from mpicomm.launch.request import Request, Start
 from mpicomm.launch.staged_env import StagedEnv
@@ -43,25 +43,58 @@ def run(request: Request, grace: float) -> tuple[Start, End]:
         OSError: If the launcher cannot be executed.
     """
     env = _env(request)
-    *copying, ranks = _starts(request, env)
-    has_succeeded = False
+    if env is None:
+        ranks = launching.build(request, os.environ)
+        return ranks, launching.execute(ranks, "run", grace)
+    copying, ranks = _starts(request, env)
+    seconds = _REMOVE_SECONDS_AFTER_FAILURE
+    with _noting_signals(env.copy) as received:
+        try:
+            end = _run_on_copies(copying, ranks, grace, received)
+            if end.status == 0:
+                seconds = _REMOVE_SECONDS
+        finally:
+            _remove(request, env.copy, seconds)
+        return ranks, _stopped(end, received)
+
+
+def _run_on_copies(copying: Start, ranks: Start, grace: float, received: list[int]) -> End:
+    copied = launching.execute(copying, "run", grace, received)
+    if copied.stopped_by is None and copied.status:
+        raise LaunchError(
+            "no rank was started, since the environment could not be copied to every node.\n"
+            "Pass another directory that is local to every node (--stage-env=DIR), or remove --stage-env."
+        )
+    copied = _stopped(copied, received)
+    if copied.stopped_by is not None:
+        return dataclasses.replace(copied, status=copied.status or 128 + copied.stopped_by)
+    return launching.execute(ranks, "run", grace, received)
+
+
+def _stopped(end: End, received: Sequence[int]) -> End:
+    """Return the end of a launch, after which nothing more is started if a signal to stop has arrived meanwhile."""
+    stops = [number for number in received if number in STOPS]
+    return end if end.stopped_by is not None or not stops else dataclasses.replace(end, stopped_by=stops[0])
+
+
+@contextlib.contextmanager
+def _noting_signals(copy: str) -> Iterator[list[int]]:
+    """Let no signal end this process, which would leave copies: yield those that arrive between launches and later."""
+    received: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        received.append(number)
+        if number in STOPS:
+            print_message("run", f"{signal.Signals(number).name}: removing {copy} from the nodes, then it exits")
+
+    # A signal that is ignored stays ignored, for example SIGHUP under nohup.
+    noted = [number for number in (*STOPS, *WARNINGS) if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, note) for number in noted}
     try:
-        for start in copying:
-            copied = launching.execute(start, "run", grace)
-            if copied.stopped_by is not None:
-                return ranks, copied
-            if copied.status:
-                raise LaunchError(
-                    "no rank was started, since the environment could not be copied to every node.\n"
-                    "Pass another directory that is local to every node (--stage-env=DIR), or remove --stage-env."
-                )
-        end = launching.execute(ranks, "run", grace)
-        has_succeeded = end.status == 0
-        return ranks, end
+        yield received
     finally:
-        if env is not None:
-            with _holding_off_stops():
-                _remove(request, env.copy, _REMOVE_SECONDS if has_succeeded else _REMOVE_SECONDS_AFTER_FAILURE)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _env(request: Request) -> StagedEnv | None:
@@ -78,21 +111,6 @@ def _starts(request: Request, env: StagedEnv | None) -> list[Start]:
     return [dataclasses.replace(copy, has_input=False), ranks]  # the input is that of the ranks
 
 
-@contextlib.contextmanager
-def _holding_off_stops() -> Iterator[None]:
-    """Let signals not interrupt the removal: a second one after that which has ended the ranks would leave copies."""
-    handlers = {number: signal.signal(number, _note_stop) for number in STOPS}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _note_stop(number: int, _: object) -> None:
-    print_message("run", f"{signal.Signals(number).name}: removing the copies of the environment, then it exits")
-
-
 def _remove(request: Request, copy: str, seconds: float) -> None:
     """Remove the copies from all hosts: from one host at a time if not all of them can be reached.
 
@@ -102,10 +120,10 @@ def _remove(request: Request, copy: str, seconds: float) -> None:
     program = (*_PROGRAM, "--remove", copy)
     try:
         removal = launching.build(launching.on_every_host(request, program, os.environ), os.environ)
-        if launching.run_briefly(removal, seconds)[0] == 0:
+        if launching.run_briefly(removal, seconds, in_own_session=True)[0] == 0:
             return
         hosts, is_step = launching.hosts(request, os.environ)
-        reasons = launching.try_on_hosts(request, hosts, program, os.environ, is_step=is_step)
+        reasons = launching.try_on_hosts(request, hosts, program, os.environ, is_step=is_step, in_own_session=True)
         left = [host.name for host, reason in reasons.items() if reason]
     except (LaunchError, OSError):
         hosts, left = (), []

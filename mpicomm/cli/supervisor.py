@@ -32,10 +32,10 @@ from mpicomm.settings import HOST_TIMEOUT, Settings
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals after which the job must end."""
 
-_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 """Signals after which a job may end: schedulers send them before the time limit, programs use them otherwise, too."""
 
-_CAUGHT = (*STOPS, *_WARNINGS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
+_CAUGHT = (*STOPS, *WARNINGS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 # srun and flux run only print their state at the first SIGINT. SIGTERM ends flux run, but not its tasks.
 _SENT: dict[str, dict[int, tuple[signal.Signals, ...]]] = {
     "srun": {signal.SIGINT: (signal.SIGTERM,)},
@@ -78,13 +78,15 @@ class End:
 class Supervisor:
     """Runs one launch."""
 
-    def __init__(self, command: str, start: Start, grace: float) -> None:
+    def __init__(self, command: str, start: Start, grace: float, received: list[int] | None = None) -> None:
         """Create the supervisor.
 
         Args:
             command: The subcommand of `mpicomm`, for messages.
             start: The launch.
             grace: Seconds for the ranks to save a checkpoint and exit when they are asked to stop.
+            received: Signals that have arrived before, to which the caller may add; they are removed as they are
+                handled.
         """
         self._command = command
         self._start = start
@@ -92,7 +94,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._listener = JobListener(self._selector, is_local=start.is_local, host_timeout=_host_timeout(start.environ))
         self._process: subprocess.Popen[bytes]
-        self._received: list[int] = []  # signals that have not been handled
+        self._received = [] if received is None else received
         self._stopped_by: int | None = None
         self._questions: dict[int, Deadline] = {}  # the signals about which rank 0 has been asked
         self._end_due: Deadline | None = None  # for the end of the launcher

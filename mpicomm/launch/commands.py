@@ -60,18 +60,17 @@ def _binds(request: Request) -> bool:
 
 
 def without_placement(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return arguments for a launcher without those that give the ranks cores and GPUs, and without their values."""
+    """Return arguments for a launcher without those that give the ranks cores and GPUs; `none` for these is kept."""
     kept: list[str] = []
-    is_value = False
-    for argument in arguments:
-        name, has_value, _ = argument.partition("=")
-        if name in (*_BINDING_ARGUMENTS, *_GPU_ARGUMENTS):
-            is_value = not has_value
-        elif is_value and not argument.startswith("-"):
-            is_value = False
-        else:
-            kept.append(argument)
-            is_value = False
+    left = list(arguments)
+    while left:
+        words = [left.pop(0)]
+        name, has_value, value = words[0].partition("=")
+        is_placement = name in (*_BINDING_ARGUMENTS, *_GPU_ARGUMENTS)
+        if is_placement and not has_value and left and not left[0].startswith("-"):
+            words.append(value := left.pop(0))
+        if not is_placement or value == binding.NONE:
+            kept += words
     return tuple(kept)
 
 
@@ -168,7 +167,7 @@ def mpiexec(
     if not place.is_on_one_host:
         options += _filled_in(mpi.agent, agent=agent) if agent else []
         forwarded = environment.forwarded(child, everything=request.forwards_all)
-        names = dict.fromkeys([*forwarded, *request.variables])
+        names = dict.fromkeys([*forwarded, *request.launcher_variables])
         options += [word for name in names for word in _filled_in(mpi.forwarded, name=name)]
     # salloc may run on another host than its job
     is_local = place.is_on_one_host and not isinstance(job, SlurmAllocation)

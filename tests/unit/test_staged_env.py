@@ -71,6 +71,8 @@ def test_the_size_of_a_copy_is_that_of_whole_blocks(tmp_path: Path) -> None:
 def test_the_size_of_condas_base_is_without_other_environments(tmp_path: Path) -> None:
     for name in ("conda-meta", "envs/a", "pkgs/b", "lib/envs"):
         (tmp_path / name).mkdir(parents=True)
+    assert env_copy.left_out(tmp_path) == ()
+    (tmp_path / "pkgs" / "urls.txt").touch()
     assert env_copy.measure(tmp_path)[1] == len(["conda-meta", "lib", "lib/envs"])
 
 
@@ -115,9 +117,23 @@ ONE_EACH = (Host("a", 1), Host("b", 1))
                 slurm_nodes=("b",),
                 log_dir="logs",
                 tag_output=True,
-                launcher_arguments=("--map-by", "core", "--cpu-bind=mask_cpu:3,c", "-v", "--gpus-per-task=1", "x"),
+                launcher_arguments=(
+                    "--map-by",
+                    "core",
+                    "--cpu-bind=mask_cpu:3",
+                    "-v",
+                    "--bind-to",
+                    "none",
+                    "--gpu-bind=1",
+                ),
             ),
-            Request(("copy",), 1, slurm_nodes=("b",), ranks_per_node=1, launcher_arguments=("-v", "x")),
+            Request(
+                ("copy",),
+                1,
+                slurm_nodes=("b",),
+                ranks_per_node=1,
+                launcher_arguments=("-v", "--bind-to", "none"),
+            ),
         ),
         ((), False, None, Request(("train.py",), 4), Request(("copy",), 1)),
         ((), False, "a Flux instance", Request(("train.py",), 4), Request(("copy",), 4)),
@@ -158,7 +174,7 @@ def test_after_the_loss_of_a_host_the_others_keep_no_copy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launching, "build", lambda *_: Start(("mpiexec",), {}))
-    monkeypatch.setattr(launching, "run_briefly", lambda *_: (1, ""))
+    monkeypatch.setattr(launching, "run_briefly", lambda *_, **__: (1, ""))
     monkeypatch.setattr(launching, "hosts", lambda *_: (hosts, False))
     monkeypatch.setattr(launching, "try_on_hosts", lambda *_, **__: reasons)
     stage_env._remove(Request(("train.py",), 4), "/copy", 1.0)
