@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +34,8 @@ _CHANGED = 1  # status of GNU tar if files changed or disappeared while it read 
 
 def main(arguments: Sequence[str]) -> int:
     """Copy an environment, or remove a copy from this node; return the exit status."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):  # warnings of schedulers
+        signal.signal(number, signal.SIG_IGN)
     if arguments[0] == "--remove":
         return remove(Path(arguments[1]))
     prefix, copy = map(Path, arguments)

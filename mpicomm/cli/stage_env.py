@@ -88,7 +88,7 @@ def _noting_signals(copy: str) -> Iterator[list[int]]:
             print_message("run", f"{signal.Signals(number).name}: removing {copy} from the nodes, then it exits")
 
     # A signal that is ignored stays ignored, for example SIGHUP under nohup.
-    noted = [number for number in (*STOPS, *WARNINGS) if signal.getsignal(number) is not signal.SIG_IGN]
+    noted = [number for number in (*STOPS, *WARNINGS, signal.SIGQUIT) if signal.getsignal(number) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, note) for number in noted}
     try:
         yield received

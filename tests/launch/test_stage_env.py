@@ -105,7 +105,7 @@ def test_the_copy_is_removed_after_signals(python: Path, local: Path) -> None:
         job.wait_until(lambda: Path("up0").exists() and Path("up1").exists(), "both ranks are up")
         os.kill(job.pid, signal.SIGTERM)
         job.wait_until(Path("removing").exists, "the removal has begun")
-        for number in (signal.SIGUSR1, signal.SIGTERM):
+        for number in (signal.SIGUSR1, signal.SIGQUIT, signal.SIGTERM):
             os.kill(job.pid, number)
         Path("go").touch()
         outcome = job.finish(EVENT_SECONDS)

@@ -84,14 +84,14 @@ MUTANTS = [
     ),
     Mutant(
         "stage_env._noting_signals",
-        old="(*STOPS, *WARNINGS)",
+        old="(*STOPS, *WARNINGS, signal.SIGQUIT)",
         new="WARNINGS",
         fault="A second signal leaves copies on the nodes.",
         tests="tests/launch/test_stage_env.py -k after_signals",
     ),
     Mutant(
         "stage_env._noting_signals",
-        old="(*STOPS, *WARNINGS)",
+        old="(*STOPS, *WARNINGS, signal.SIGQUIT)",
         new="STOPS",
         fault="The warning of a scheduler during the removal leaves copies on the nodes.",
         tests="tests/launch/test_stage_env.py -k after_signals",
