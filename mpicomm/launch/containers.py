@@ -146,7 +146,7 @@ class Container:
 
 _NOT_CARRIED = "it did not reach the container. Set it in the image in place of --env"
 # The libraries of --nv and --rocm, which Apptainer adds to the value itself (process_linux.go).
-_ADDED = {"LD_LIBRARY_PATH": ":/.singularity.d/libs"}
+_ADDED = {"LD_LIBRARY_PATH": "/.singularity.d/libs"}
 
 
 def _with_variables(program: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
@@ -156,9 +156,15 @@ def _with_variables(program: Sequence[str], names: Sequence[str]) -> tuple[str, 
     """
     if not names:
         return tuple(program)
-    exports = " ".join(f'{name}="${{{CARRIER}{name}?{_NOT_CARRIED}}}{_ADDED.get(name, "")}"' for name in names)
+    exports = " ".join(map(_export, names))
     carriers = " ".join(f"{CARRIER}{name}" for name in names)
     return ("sh", "-c", f'export {exports}; unset {carriers}; exec "$0" "$@"', *program)
+
+
+def _export(name: str) -> str:
+    carrier, added = f"{CARRIER}{name}", _ADDED.get(name)
+    end = f"${{{carrier}:+:}}{added}" if added else ""  # an empty part of a path is the working directory
+    return f'{name}="${{{carrier}?{_NOT_CARRIED}}}{end}"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +315,7 @@ def select(requested: str | None, image: str, installed: Collection[str], *, by_
 
 _REMEDY = (
     "Load the site's module of a runtime, or pass another one: --container-runtime NAME. Apptainer needs the path of a "
-    "file or directory, or docker://IMAGE for one of a registry."
+    "file, ./NAME for a directory, or docker://IMAGE for an image of a registry."
 )
 
 

@@ -23,11 +23,18 @@ MUTANTS = [
         tests=f"{_UNIT} users_variables",
     ),
     Mutant(
-        "containers._with_variables",
-        old='f\'{name}="${{{CARRIER}{name}?{_NOT_CARRIED}}}{_ADDED.get(name, "")}"\'',
-        new='f\'{name}="${{{CARRIER}{name}}}{_ADDED.get(name, "")}"\'',
+        "containers._export",
+        old="f'{name}=\"${{{carrier}?{_NOT_CARRIED}}}{end}\"'",
+        new="f'{name}=\"${{{carrier}}}{end}\"'",
         fault="A variable that does not reach the container is empty there.",
         tests=f"{_UNIT} users_variables",
+    ),
+    Mutant(
+        "JobSpec.run_variables",
+        old="is_in_image and name in OF_IMAGE",
+        new="False",
+        fault="In a job script, the PATH for ranks in containers replaces that of the launcher.",
+        tests=f"{_UNIT} paths_of_the_image",
     ),
     Mutant(
         "request.outside_container",

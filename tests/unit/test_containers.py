@@ -135,9 +135,10 @@ def test_the_users_variables_replace_those_of_the_image(name: str) -> None:
     done = subprocess.run(in_container, env=of_image, capture_output=True, text=True, check=False)
     assert done.returncode != 0  # not an empty value
     assert "CONTAINER_ENV_LD_LIBRARY_PATH: it did not reach the container. Set it in the image" in done.stderr
-    of_image["CONTAINER_ENV_LD_LIBRARY_PATH"] = "/lib"
-    done = subprocess.run(in_container, env=of_image, capture_output=True, text=True, check=True)
-    assert {"A=of user", "LD_LIBRARY_PATH=/lib:/.singularity.d/libs"} <= set(done.stdout.splitlines())
+    for value, expected in {"": "/.singularity.d/libs", "/lib": "/lib:/.singularity.d/libs"}.items():
+        of_image["CONTAINER_ENV_LD_LIBRARY_PATH"] = value
+        done = subprocess.run(in_container, env=of_image, capture_output=True, text=True, check=True)
+        assert {"A=of user", f"LD_LIBRARY_PATH={expected}"} <= set(done.stdout.splitlines())
     assert "CONTAINER_ENV_" not in done.stdout
 
 
@@ -504,6 +505,13 @@ def test_a_job_starts_the_launcher_outside_and_the_ranks_inside() -> None:
     )
 
 
+def test_a_job_gives_paths_of_the_image_to_the_ranks_alone() -> None:
+    text = script(JobSpec("slurm", PROGRAM, container="/a.sif", env=("PATH=/opt/bin:/bin", "A=1 2", "B")))
+    assert " --env PATH=/opt/bin:/bin --env A --env B -- " in text
+    assert [line for line in text.splitlines() if line.startswith("export A")] == ["export A='1 2'"]
+    assert "export PATH" not in text
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -519,7 +527,6 @@ def test_a_job_starts_the_launcher_outside_and_the_ranks_inside() -> None:
         ),
         ({"container": "a.sqsh", "container_runtime": "pyxis", "launcher": "mpiexec"}, "got --launcher mpiexec"),
         ({"scheduler": "pbs", "container": "a.toml"}, "ce is a plugin of Slurm's srun, got PBS"),
-        ({"container": "a.sif", "env": ("PATH=/opt/bin",)}, "use -- env PATH=VALUE python train.py"),
         ({"container": "a.sif", "command": ("torchrun", "train.py")}, "does not work with torchrun"),
     ],
 )

@@ -246,9 +246,16 @@ class JobSpec:
 
     @property
     def variables(self) -> list[tuple[str, str]]:
-        """Names and values in `env`."""
-        parts = (assignment.partition("=") for assignment in self.env)
+        """Names and values in `env` that the script sets: all but those that only ranks in containers may have."""
+        parts = (assignment.partition("=") for assignment in self.env if assignment not in self.run_variables)
         return [(name, value) for name, has_value, value in parts if has_value]
+
+    @property
+    def run_variables(self) -> list[str]:
+        """The values of `mpicomm run --env`: NAME of a variable that is set in the script, otherwise NAME=VALUE."""
+        is_in_image = self.container is not None
+        parts = [(assignment, assignment.partition("=")[0]) for assignment in self.env]
+        return [assignment if is_in_image and name in OF_IMAGE else name for assignment, name in parts]
 
     @property
     def variable_names(self) -> list[str]:
@@ -352,11 +359,6 @@ def _check_container(spec: JobSpec) -> None:
         if spec.container_runtime or spec.container_bind:
             raise ValueError("--container-runtime and --container-bind need --container IMAGE")
         return
-    if of_image := [name for name, _ in spec.variables if name in OF_IMAGE]:
-        raise ValueError(
-            f"--env {of_image[0]} with --container would be set for the launcher outside the container, too; "
-            f"use -- env {of_image[0]}=VALUE python train.py"
-        )
     implied = "ce" if spec.container.endswith(".toml") else ""  # no other runtime starts it
     runtime = RUNTIMES.get(spec.container_runtime or implied)
     try:
