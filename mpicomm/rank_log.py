@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mpicomm.launch import detect
+from mpicomm.launch.known_launchers import STOPS, WARNINGS
 
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 _NOT_RUN = 127
 _POLL_SECONDS = 0.2  # between checks for the program's exit, since its children may keep its output open
-# Launchers send these to the whole process group, so the program receives them without forwarding. Flux sends SIGALRM
-# before the time limit.
-_OF_THE_GROUP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
 
 def path_of(directory: str | os.PathLike[str], rank: int) -> Path:
@@ -141,7 +139,7 @@ def _run_and_copy(command: list[str], log: int) -> int:
         for stream, (_, write) in pipes.items():
             os.dup2(write, stream)
         os._exit(become(command))
-    for number in _OF_THE_GROUP:
+    for number in (*STOPS, *WARNINGS):  # launchers send them to the whole process group: the program gets them, too
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # do not use the rank's cores
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, cast
 
 from mpicomm import agreement, host_info, mpi, topology
 from mpicomm.cli.console import print_message
+from mpicomm.launch.known_launchers import WARNINGS
 from mpicomm.terminal import format_size
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _CHANGED = 1  # status of GNU tar if files changed or disappeared while it read 
 
 def main(arguments: Sequence[str]) -> int:
     """Copy an environment, or remove a copy from this node; return the exit status."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):  # warnings of schedulers
+    for number in WARNINGS:
         signal.signal(number, signal.SIG_IGN)
     if arguments[0] == "--remove":
         return remove(Path(arguments[1]))
@@ -93,9 +94,10 @@ def left_out(prefix: Path) -> tuple[str, ...]:
 def measure(prefix: Path) -> tuple[int, int]:
     """Return the bytes that a copy of an environment needs, and the number of its files and directories."""
     size = files = 0
+    excluded = left_out(prefix)
     for directory, names, file_names in os.walk(prefix):
         if Path(directory) == prefix:
-            names[:] = [name for name in names if name not in left_out(prefix)]
+            names[:] = [name for name in names if name not in excluded]
         for name in (*names, *file_names):
             with contextlib.suppress(OSError):  # it has been removed meanwhile, or tar will report it
                 size += -(-Path(directory, name).lstat().st_size // _BLOCK_BYTES) * _BLOCK_BYTES

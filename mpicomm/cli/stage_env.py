@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from mpicomm.cli import launching
 from mpicomm.cli.console import print_message
-from mpicomm.cli.supervisor import STOPS, WARNINGS, End
+from mpicomm.cli.supervisor import End, handling
 from mpicomm.errors import LaunchError
+from mpicomm.launch.known_launchers import STOPS, WARNINGS
 from mpicomm.launch.request import Request, Start
 from mpicomm.launch.staged_env import StagedEnv
 
@@ -31,7 +32,8 @@ def starts(request: Request) -> list[Start]:
         LaunchError: If the ranks cannot be started, or not from a copy.
         MPINotFoundError: If there is no MPI library.
     """
-    return _starts(request, _env(request))
+    env = _env(request)
+    return [launching.build(request, os.environ)] if env is None else list(_starts(request, env))
 
 
 def run(request: Request, grace: float) -> tuple[Start, End]:
@@ -87,14 +89,8 @@ def _noting_signals(copy: str) -> Iterator[list[int]]:
         if number in STOPS:
             print_message("run", f"{signal.Signals(number).name}: removing {copy} from the nodes, then it exits")
 
-    # A signal that is ignored stays ignored, for example SIGHUP under nohup.
-    noted = [number for number in (*STOPS, *WARNINGS, signal.SIGQUIT) if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.signal(number, note) for number in noted}
-    try:
+    with handling((*STOPS, *WARNINGS, signal.SIGQUIT), note):
         yield received
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _env(request: Request) -> StagedEnv | None:
@@ -103,12 +99,11 @@ def _env(request: Request) -> StagedEnv | None:
     return StagedEnv.new(sys.prefix, request.stage_directory, secrets.token_hex(4))
 
 
-def _starts(request: Request, env: StagedEnv | None) -> list[Start]:
-    if env is None:
-        return [launching.build(request, os.environ)]
+def _starts(request: Request, env: StagedEnv) -> tuple[Start, Start]:
+    """Return the launches of the program that copies the environment, and of the ranks."""
     copying = launching.on_every_host(request, (*_PROGRAM, env.prefix, env.copy), os.environ)
     copy, ranks = [launching.build(part, os.environ) for part in (copying, env.staged(request, sys.executable))]
-    return [dataclasses.replace(copy, has_input=False), ranks]  # the input is that of the ranks
+    return dataclasses.replace(copy, has_input=False), ranks  # the input is that of the ranks
 
 
 def _remove(request: Request, copy: str, seconds: float) -> None:

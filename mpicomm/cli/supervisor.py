@@ -17,23 +17,17 @@ import socket
 import subprocess
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mpicomm.arguments import Deadline
 from mpicomm.cli import child_process
 from mpicomm.cli.console import print_message
 from mpicomm.cli.job_listener import Job, JobListener
 from mpicomm.errors import LaunchError
+from mpicomm.launch.known_launchers import STOPS, WARNINGS
 from mpicomm.launch.request import Start
 from mpicomm.settings import HOST_TIMEOUT, Settings
-
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals after which the job must end."""
-
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
-"""Signals after which a job may end: schedulers send them before the time limit, programs use them otherwise, too."""
 
 _CAUGHT = (*STOPS, *WARNINGS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 # srun and flux run only print their state at the first SIGINT. SIGTERM ends flux run, but not its tasks.
@@ -73,6 +67,18 @@ class End:
 
     failed_hosts: tuple[str, ...] = ()
     """The hosts on which ranks failed first, as far as rank 0 has reported them."""
+
+
+@contextlib.contextmanager
+def handling(numbers: Sequence[int], handler: Callable[[int, types.FrameType | None], None]) -> Iterator[None]:
+    """Call a handler for signals within the block; one that is ignored stays ignored, such as SIGHUP under nohup."""
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class Supervisor:
@@ -155,15 +161,12 @@ class Supervisor:
 
         self._selector.register(woken, selectors.EVENT_READ, drain)
         before_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        # A signal that is ignored stays ignored, for example SIGHUP under nohup.
-        caught = [number for number in _CAUGHT if signal.getsignal(number) is not signal.SIG_IGN]
-        before: dict[int, Any] = {number: signal.signal(number, self._record) for number in caught}
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # only wakes
+        before = signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # only wakes
         try:
-            yield
+            with handling(_CAUGHT, self._record):
+                yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            signal.signal(signal.SIGCHLD, before)
             signal.set_wakeup_fd(before_fd)
             self._selector.unregister(woken)
             woken.close()

@@ -7,7 +7,14 @@ and a launcher with a command line of its own a function in `commands`.
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Sequence
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals after which the job must end."""
+
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+"""Signals after which a job may end: schedulers send them before the time limit, programs use them otherwise, too."""
 
 COMPARED = ("rank", "size", "local_rank", "local_size")
 """The facts that `detect` compares with MPI."""

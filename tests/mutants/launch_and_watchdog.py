@@ -770,8 +770,8 @@ else:
     ),
     Mutant(
         "JobSpec.variables",
-        old="[(name, value) for name, has_value, value in parts if has_value]",
-        new="[(name, value) for name, has_value, value in parts]",
+        old="has_value and not self._is_of_image(name)",
+        new="not self._is_of_image(name)",
         fault="The script of `mpicomm job --env NAME` replaces the variable by an empty one.",
         tests="tests/unit/test_jobs.py -k but_none_that_it_excludes",
     ),
@@ -882,9 +882,9 @@ else:
     ),
     # -- cli, job_info --------------------------------------------------------------------------------------
     Mutant(
-        "rank_log",
-        old="(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)",
-        new="(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)",
+        "rank_log._run_and_copy",
+        old="(*STOPS, *WARNINGS)",
+        new="STOPS",
         fault="SIGUSR1, with which a scheduler warns a rank, ends the process that writes the rank's log.",
         tests='tests/launch/test_run.py -k "test_ranks_get_the_signals and logged"',
     ),
