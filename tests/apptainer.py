@@ -76,7 +76,7 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, Path, list[str]]:
     for flags in (("-u", "--userns"), ("--nv",), ("--rocm",)):
         execute.add_argument(*flags, action="store_true")
     execute.add_argument("-B", "--bind", action="append", default=[])
-    execute.add_argument("--pwd", "--cwd", default=os.environ["PWD"])
+    execute.add_argument("--pwd", "--cwd", default=os.environ.get("PWD", str(Path.cwd())))
     execute.add_argument("image", type=Path)
     execute.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(words)

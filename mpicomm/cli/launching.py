@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import socket
@@ -179,13 +180,11 @@ def try_on_hosts(
     # The user's arguments may fit the ranks only, as masks of CPUs do; at some sites nothing starts without them.
     plain = dataclasses.replace(trial, launcher_arguments=())
 
-    def attempt(host: Host) -> str:
-        def reason_with(tried: Request) -> str:
-            placed = node_range.place(tried, [Host(host.name, 1)], is_step=is_step)
-            return _try(placed, environ, in_own_session=in_own_session)
+    try_on = functools.partial(_try_on_host, environ=environ, is_step=is_step, in_own_session=in_own_session)
 
-        reason = reason_with(plain)
-        return reason and (reason if plain == trial else reason_with(trial))
+    def attempt(host: Host) -> str:
+        reason = try_on(host, plain)
+        return reason and (reason if plain == trial else try_on(host, trial))
 
     with concurrent.futures.ThreadPoolExecutor(_TRIALS) as pool:
         return dict(zip(hosts, pool.map(attempt, hosts), strict=True))
@@ -199,9 +198,11 @@ def _unlogged(request: Request, program: tuple[str, ...]) -> Request:
     return dataclasses.replace(own, log_dir=None, tag_output=False, bind=None, container=None)
 
 
-def _try(request: Request, environ: Mapping[str, str], *, in_own_session: bool) -> str:
+def _try_on_host(
+    host: Host, request: Request, environ: Mapping[str, str], *, is_step: bool, in_own_session: bool
+) -> str:
     try:
-        start = build(request, environ)
+        start = build(node_range.place(request, [Host(host.name, 1)], is_step=is_step), environ)
         status, _ = run_briefly(start, in_own_session=in_own_session)
     except (LaunchError, OSError) as error:
         return str(error)
@@ -287,11 +288,7 @@ def container(
         raise LaunchError("--container: expected an image, got an empty text.\nSet the variable, or pass IMAGE.")
     if containers.is_path(image, runtime, exists=_is_image(Path(image))):
         if not Path(image).exists():
-            name = image.removeprefix("docker:").replace("#", "/")
-            of_registry = "" if containers.has_form_of_path(image) else f" In a registry, it is docker://{name}."
-            raise LaunchError(
-                f"--container {image}: the image does not exist in {Path.cwd()}.\nCorrect the path.{of_registry}"
-            )
+            raise containers.missing_image(image, str(Path.cwd()))
         image = str(Path(image).resolve())
     installed = queries.container_commands(environ.get("PATH", ""))
     by_srun = may_use_srun and bool(environ.get("SLURM_JOB_ID"))

@@ -344,12 +344,14 @@ def is_path(image: str, runtime: str | None, *, exists: bool) -> bool:
     """
     if _URI.fullmatch(image):
         return False
-    return has_form_of_path(image) or runtime == "apptainer" or (exists and runtime is None)
+    return _FILE.fullmatch(image) is not None or runtime == "apptainer" or (exists and runtime is None)
 
 
-def has_form_of_path(image: str) -> bool:
-    """Return whether an image can only be a path."""
-    return _FILE.fullmatch(image) is not None and not _URI.fullmatch(image)
+def missing_image(image: str, directory: str) -> LaunchError:
+    """Return the error about an image that `is_path`, and does not exist in a directory."""
+    name = image.removeprefix("docker:").replace("#", "/")
+    of_registry = "" if _FILE.fullmatch(image) else f" In a registry, it is docker://{name}."
+    return LaunchError(f"--container {image}: the image does not exist in {directory}.\nCorrect the path.{of_registry}")
 
 
 def refuse_separation(runtime: Runtime, environ: Mapping[str, str]) -> None:

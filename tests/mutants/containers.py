@@ -30,8 +30,8 @@ MUTANTS = [
         tests=f"{_UNIT} users_variables",
     ),
     Mutant(
-        "JobSpec.run_variables",
-        old="is_in_image and name in OF_IMAGE",
+        "JobSpec._is_of_image",
+        old="self.container is not None and name in OF_IMAGE",
         new="False",
         fault="In a job script, the PATH for ranks in containers replaces that of the launcher.",
         tests=f"{_UNIT} paths_of_the_image",

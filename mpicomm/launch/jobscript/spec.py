@@ -247,15 +247,17 @@ class JobSpec:
     @property
     def variables(self) -> list[tuple[str, str]]:
         """Names and values in `env` that the script sets: all but those that only ranks in containers may have."""
-        parts = (assignment.partition("=") for assignment in self.env if assignment not in self.run_variables)
-        return [(name, value) for name, has_value, value in parts if has_value]
+        parts = (assignment.partition("=") for assignment in self.env)
+        return [(name, value) for name, has_value, value in parts if has_value and not self._is_of_image(name)]
 
     @property
     def run_variables(self) -> list[str]:
         """The values of `mpicomm run --env`: NAME of a variable that is set in the script, otherwise NAME=VALUE."""
-        is_in_image = self.container is not None
-        parts = [(assignment, assignment.partition("=")[0]) for assignment in self.env]
-        return [assignment if is_in_image and name in OF_IMAGE else name for assignment, name in parts]
+        pairs = zip(self.variable_names, self.env, strict=True)
+        return [assignment if self._is_of_image(name) else name for name, assignment in pairs]
+
+    def _is_of_image(self, name: str) -> bool:
+        return self.container is not None and name in OF_IMAGE
 
     @property
     def variable_names(self) -> list[str]:
