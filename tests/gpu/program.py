@@ -18,9 +18,9 @@ from mpicomm.job import plan
 from tests import accelerator as emulated
 
 
-def separate_for_nccl() -> None:
-    """Let NCCL take this process for one on another host; call it before NCCL's first communicator."""
-    os.environ.update(NCCL_HOSTID=f"process {os.getpid()}", NCCL_SOCKET_IFNAME="lo")
+def variables_for_nccl() -> dict[str, str]:
+    """Return variables with which NCCL takes this process for one on another host, from its first communicator on."""
+    return {"NCCL_HOSTID": f"process {os.getpid()}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     if not torch.accelerator.is_available():
         emulated.register()
     if backend == "NCCL":
-        separate_for_nccl()
+        os.environ.update(variables_for_nccl())
         plan.has_gpu_each = lambda *_: True  # type: ignore[assignment]
         assignment.refuse_shared = lambda *_, **__: None  # type: ignore[assignment]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
