@@ -12,6 +12,8 @@ from mpicomm.errors import LaunchError
 PREFIX = "MPICOMM_"
 LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
 PARENT_VARIABLE = "MPICOMM_PARENT"
+STORE_OF_RANK = "_MPICOMM_RANK_STORE"
+"""Set in a rank, for its children: the address and the port of its store."""
 """The variable in which `mpicomm run` passes its address to rank 0."""
 
 SPARES = "MPICOMM_SPARES"

@@ -21,8 +21,8 @@ from mpicomm.settings import PREFIX, STOPPED_STATUS
 
 _REQUEUE_SECONDS = 20.0  # for scontrol; a controller that does not answer by then cannot requeue the job
 _NO_JOB = (
-    "no rank has reported that it called mpicomm.bootstrap(). If none has called it, and the program does not connect "
-    "its processes in another way (mpi4py, init_process_group), each has run alone, as rank 0 of 1.\n"
+    "no rank has called mpicomm.bootstrap(), or connected by torch.distributed's init_process_group(). If the program "
+    "does not connect its processes in another way (mpi4py), each has run alone.\n"
     "For one job, call mpicomm.bootstrap() at the start of the program."
 )
 

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 
+from mpicomm.cli.env_store import EnvStore
 from mpicomm.job import interfaces
 from mpicomm.json_messages import Message
 from mpicomm.recorder import hang_report, rank_text
@@ -144,12 +145,22 @@ class Job:
 class JobListener:
     """Accepts the connections of rank 0; has no thread of its own."""
 
-    def __init__(self, selector: selectors.BaseSelector, *, is_local: bool, host_timeout: int = HOST_TIMEOUT) -> None:
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        *,
+        is_local: bool,
+        has_store: bool = False,
+        ranks: int | None = None,
+        host_timeout: int = HOST_TIMEOUT,
+    ) -> None:
         """Listen.
 
         Args:
             selector: Its caller calls the data of each key with the mask of its event.
             is_local: Whether all ranks are on this host.
+            has_store: Whether ranks may connect by `init_process_group("env://")`.
+            ranks: The number of ranks; None if it is not known.
             host_timeout: Seconds after which the connection to a host that does not answer is lost.
 
         Raises:
@@ -162,13 +173,20 @@ class JobListener:
         self._of: dict[Connection, Job] = {}
         addresses = ([] if is_local else interfaces.own_addresses()) or ["127.0.0.1"]
         listener = _listen(is_local=is_local)
-        self.parent = Parent(tuple(addresses), listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+        self.store = EnvStore(selector, _listen(is_local=is_local)) if has_store else None
+        port, store_port = listener.getsockname()[1], 0 if self.store is None else self.store.port
+        self.parent = Parent(tuple(addresses), port, secrets.token_bytes(_TOKEN_BYTES), store_port, ranks or 0)
         self._server = Server(selector, listener, self.parent.token, SUPERVISOR, (0,), self._admit, host_timeout)
 
     @property
     def is_connected(self) -> bool:
         """Whether rank 0 of a job is connected."""
         return bool(self._of)
+
+    @property
+    def has_formed_job(self) -> bool:
+        """Whether the ranks have formed a job, by `bootstrap()` or by `init_process_group("env://")`."""
+        return bool(self.jobs) or (self.store is not None and self.store.is_used)
 
     def ask_to_stop(self, number: int) -> None:
         """Ask all connected jobs to stop, as if the program had received the signal; forget earlier answers."""
@@ -186,6 +204,8 @@ class JobListener:
     def close(self) -> None:
         """Stop listening, and close all connections: jobs that have not finished abort."""
         self._server.close()
+        if self.store is not None:
+            self.store.close()
         for connection in [*self._waiting, *self._of]:
             self._drop(connection)
 

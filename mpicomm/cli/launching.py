@@ -61,7 +61,7 @@ def build(request: Request, environ: Mapping[str, str]) -> Start:
     start = _build(request, {**environment.without(environ, request.excluded), **variables})
     hidden = frozenset(name for name in variables if not name.removeprefix(containers.CARRIER).startswith(PREFIX))
     of_container = request.container.runtime.environ if request.container else {}
-    return dataclasses.replace(start, environ={**of_container, **start.environ, **variables}, hidden=hidden)
+    return dataclasses.replace(start, environ={**of_container, **start.environ, **variables}, hidden=hidden, has_store=request.sets_variables)
 
 
 def _build(request: Request, environ: Mapping[str, str]) -> Start:
@@ -195,7 +195,7 @@ def _unlogged(request: Request, program: tuple[str, ...]) -> Request:
     arguments = commands.without_placement(request.launcher_arguments)
     variables = request.variables if request.container is None else outside_container(request.variables)
     own = dataclasses.replace(request, program=program, launcher_arguments=arguments, variables=variables)
-    return dataclasses.replace(own, log_dir=None, tag_output=False, bind=None, container=None)
+    return dataclasses.replace(own, log_dir=None, tag_output=False, bind=None, container=None, sets_variables=False)
 
 
 def _try_on_host(

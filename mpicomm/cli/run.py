@@ -250,6 +250,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         launcher_arguments=tuple(arguments.launcher_arg),
         variables={**request.variables(arguments.env, environ), **spares, **elastic},
         excluded=tuple(arguments.no_env),
+        sets_variables=arguments.node_rank is None,
         bind=arguments.bind,
         stage_directory=arguments.stage_env,
         container=container,

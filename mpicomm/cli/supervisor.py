@@ -57,7 +57,7 @@ class End:
     """The first signal that asked the job to stop; None if there was none."""
 
     has_formed_job: bool
-    """Whether `bootstrap()` has completed."""
+    """Whether `bootstrap()` has completed, or a rank has connected by `init_process_group("env://")`."""
 
     cause: str
     """Why the launch failed; empty if the status is 0, or only the launcher knows."""
@@ -98,7 +98,13 @@ class Supervisor:
         self._start = start
         self._grace = grace
         self._selector = selectors.DefaultSelector()
-        self._listener = JobListener(self._selector, is_local=start.is_local, host_timeout=_host_timeout(start.environ))
+        self._listener = JobListener(
+            self._selector,
+            is_local=start.is_local,
+            has_store=start.has_store,
+            ranks=start.ranks,
+            host_timeout=_host_timeout(start.environ),
+        )
         self._process: subprocess.Popen[bytes]
         self._received = [] if received is None else received
         self._stopped_by: int | None = None
@@ -131,7 +137,7 @@ class Supervisor:
         is_spread = not self._start.is_local and self._stopped_by is None
         may_have_lost_host = is_spread and any(job.may_have_lost_host for job in self._listener.jobs)
         failed_hosts = tuple(host for job in self._listener.jobs if not job.is_finished for host in job.failed_hosts)
-        return End(status, self._stopped_by, bool(self._listener.jobs), cause, may_have_lost_host, failed_hosts)
+        return End(status, self._stopped_by, self._listener.has_formed_job, cause, may_have_lost_host, failed_hosts)
 
     def _run_launcher(self) -> None:
         """Wait until the launcher has ended; an error of this process ends it, too."""

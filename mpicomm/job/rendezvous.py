@@ -25,6 +25,7 @@ from mpicomm import agreement, open_files
 from mpicomm.arguments import PORT
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError, raised_on_all_ranks
 from mpicomm.job import interfaces
+from mpicomm.settings import STORE_OF_RANK
 from mpicomm.topology import Topology
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 Endpoint = tuple[str, int]
 """An address and a port."""
 
-STORE_OF_RANK = "_MPICOMM_RANK_STORE"  # set in a rank, for its children: the address and the port of its store
 _BACKLOG = 4096  # pending connections, so that all ranks of a large job may connect at once
 _CONNECT_SECONDS = (0.5, 5.0)  # two rounds: with a network that drops packets, most starts need only the short one
 

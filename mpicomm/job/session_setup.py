@@ -23,7 +23,7 @@ from mpicomm.job.plan import JoinedJob
 from mpicomm.job.session import DUMPS, Session, World
 from mpicomm.job.start_request import StartRequest
 from mpicomm.launch.detect import Launch
-from mpicomm.settings import Settings
+from mpicomm.settings import STORE_OF_RANK, Settings
 from mpicomm.watchdog import agent, channel_setup, error_output, exit_hooks, rank_failures
 from mpicomm.watchdog.channel import Channel
 from mpicomm.watchdog.rank_failures import RankFailures
@@ -117,7 +117,7 @@ def _export(opened: Session) -> None:
         "LOCAL_WORLD_SIZE": world.local_size,
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": world.master_port,
-        rendezvous.STORE_OF_RANK: f"{world.master_addr} {world.master_port}",
+        STORE_OF_RANK: f"{world.master_addr} {world.master_port}",
     }
     # A child process of rank 0 that calls `init_process_group("env://")` cannot bind the port of this store. With 1,
     # torch's C++ TCPStore then connects to this store, if MASTER_PORT is unchanged. With True, torch's Python code

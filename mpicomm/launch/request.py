@@ -62,6 +62,8 @@ class Request:
     """Arguments that the launcher gets unchanged, after the options of `mpicomm run` and before the program."""
     excluded: tuple[str, ...] = ()
     """Names and patterns of variables of this process that no rank gets, as if they were not set."""
+    sets_variables: bool = False
+    """Whether the ranks get the variables of torchrun's ranks, for programs that do not call `bootstrap()`."""
     bind: str | None = None
     """One of `binding.MODES`; None for the binding of the launcher."""
     stage_directory: str | None = None
@@ -95,6 +97,8 @@ class Request:
 
     def _wrapped_program(self, python: str, binds_in: int | None) -> tuple[str, ...]:
         command = self.program
+        if self.sets_variables:
+            command = (python, "-m", "mpicomm.rank_variables", *command)
         if self.bind is not None and binds_in is not None:
             command = (python, "-m", "mpicomm.rank_binding", self.bind, str(binds_in), *command)
         if self.log_dir is None:
@@ -153,6 +157,9 @@ class Start:
 
     has_input: bool = True
     """Whether the launcher gets the standard input of `mpicomm run`."""
+
+    has_store: bool = False
+    """Whether ranks may connect by `init_process_group("env://")`."""
 
     hidden: frozenset[str] = frozenset()
     """The variables of the user, whose values may be secrets and are not shown."""

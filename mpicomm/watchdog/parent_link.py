@@ -31,9 +31,14 @@ class Parent:
     addresses: tuple[str, ...]
     port: int
     token: bytes
+    store_port: int = 0
+    """Where it listens for `init_process_group("env://")`; 0 if it does not."""
+
+    ranks: int = 0
+    """The number of ranks; 0 if only the launcher knows it."""
 
     def __str__(self) -> str:
-        return f"{','.join(self.addresses)}/{self.port}/{self.token.hex()}"
+        return f"{','.join(self.addresses)}/{self.port}/{self.token.hex()}/{self.store_port}/{self.ranks}"
 
     @classmethod
     def parse(cls, text: str) -> Parent:
@@ -42,8 +47,8 @@ class Parent:
         Raises:
             ValueError: If the text has another form.
         """
-        addresses, port, token = text.split("/")
-        return cls(tuple(addresses.split(",")), int(port), bytes.fromhex(token))
+        addresses, port, token, store_port, ranks = text.split("/")
+        return cls(tuple(addresses.split(",")), int(port), bytes.fromhex(token), int(store_port), int(ranks))
 
 
 def take_address(environ: MutableMapping[str, str]) -> str | None:
