@@ -37,7 +37,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
 """
 OWN_ADDRESS = """
 import os, sys
