@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 IN_A_CHILD = (
-    "MPI cannot be used in a child process of a rank (a DataLoader worker?).\n"
-    "Call bootstrap() or init_process_group() in the rank itself, under "
-    "`if __name__ == '__main__':` if workers import the module."
+    "MPI cannot be used in a child process of the program.\n"
+    "If the program starts its own ranks, as by torch.multiprocessing.spawn: call their function in the program "
+    "itself, and start the ranks with `mpicomm run -n N`.\n"
+    "If the process is a worker, as of a DataLoader, which imports the program: call bootstrap() and "
+    "init_process_group() under `if __name__ == '__main__':`."
 )
 
 # -- constants ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 `mpicomm run` wraps the ranks so. Programs that do not call `bootstrap()` take their rank from these variables, often
 when they are imported, and without them many take themselves for the only process. `init_process_group("env://")`
-connects the ranks by a store that `mpicomm run` opens at the first connection (`cli/env_store.py`).
+connects the ranks by a store that `mpicomm run` opens at the first connection (`cli/env_store.py`). `--backend NAME`
+before the command sets the variable of `mpicomm.unconverted`.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from mpicomm import rank_log
 from mpicomm.errors import LaunchError
 from mpicomm.launch import detect
-from mpicomm.launch.known_launchers import TORCHRUN
-from mpicomm.settings import PARENT_VARIABLE, STORE_OF_RANK
+from mpicomm.launch.known_launchers import COMPARED, TORCHRUN
+from mpicomm.settings import PARENT_VARIABLE, REPLACED_BACKEND, STORE_OF_RANK
 from mpicomm.watchdog.parent_link import Parent
 
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # whether `import torch` loads extensions, such as mpicomm.unconverted
 _CONNECT_SECONDS = 2.0  # for an address of `mpicomm run`; one that cannot be reached may not answer at all
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Set the variables, and replace this process by the program; return the exit status if that fails."""
+    if arguments[:1] == ["--backend"]:
+        os.environ.update({REPLACED_BACKEND: arguments[1], _AUTOLOAD: "1"})
+        arguments = arguments[2:]
     os.environ.update(of_rank(os.environ))
     return rank_log.become(arguments)
 
@@ -38,7 +43,7 @@ def of_rank(environ: Mapping[str, str]) -> dict[str, str]:
     size = launch.value("size") or (parent.ranks if parent else 0)
     if launch.value("rank") is None or not size:
         return {}
-    facts = {**{fact: launch.value(fact) for fact in detect.COMPARED}, "size": size}
+    facts = {**{fact: launch.value(fact) for fact in COMPARED}, "size": size}
     variables = {str(getattr(TORCHRUN, fact)): str(value) for fact, value in facts.items() if value is not None}
     return {name: value for name, value in {**variables, **_of_store(parent, environ)}.items() if name not in environ}
 
@@ -47,25 +52,26 @@ def _of_store(parent: Parent | None, environ: Mapping[str, str]) -> dict[str, st
     """Return the address of the store at `mpicomm run`; empty if the user has set another one."""
     if parent is None or not parent.store_port or environ.get("MASTER_ADDR"):
         return {}
-    address = _reachable(parent.addresses, parent.store_port)
+    address = _reachable(parent)
     return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(parent.store_port),
         STORE_OF_RANK: f"{address} {parent.store_port}",
-        # With 1, torch's TCPStore is a client on rank 0, too, unless the program sets another port.
+        # With 1, torch's TCPStore becomes a client on rank 0, too, after it has failed to bind the port.
+        # mpicomm.unconverted replaces the value where torch loads extensions.
         "TORCHELASTIC_USE_AGENT_STORE": "1",
     }
 
 
-def _reachable(addresses: Sequence[str], port: int) -> str:
+def _reachable(parent: Parent) -> str:
     """Return the first address at which this host reaches `mpicomm run`; the last one if it reaches none."""
-    for address in addresses[:-1]:
-        try:
-            socket.create_connection((address, port), _CONNECT_SECONDS).close()
+    for address in parent.addresses[:-1]:
+        try:  # not at the port of the store, which starts at the first connection
+            socket.create_connection((address, parent.port), _CONNECT_SECONDS).close()
         except OSError:
             continue
         return address
-    return addresses[-1]
+    return parent.addresses[-1]
 
 
 if __name__ == "__main__":

@@ -12,9 +12,13 @@ from mpicomm.errors import LaunchError
 PREFIX = "MPICOMM_"
 LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
 PARENT_VARIABLE = "MPICOMM_PARENT"
+"""The variable in which `mpicomm run` passes its address to the ranks."""
+
 STORE_OF_RANK = "_MPICOMM_RANK_STORE"
-"""Set in a rank, for its children: the address and the port of its store."""
-"""The variable in which `mpicomm run` passes its address to rank 0."""
+"""Set in a rank: the address and the port of its store, which is also that of its children."""
+
+REPLACED_BACKEND = "_MPICOMM_REPLACED_BACKEND"
+"""Set by `mpicomm run --backend`: the backend that init_process_group() starts in place of that of the program."""
 
 SPARES = "MPICOMM_SPARES"
 """The variable in which `mpicomm run` passes the number of spares."""

@@ -21,8 +21,8 @@ from mpicomm.settings import PREFIX, STOPPED_STATUS
 
 _REQUEUE_SECONDS = 20.0  # for scontrol; a controller that does not answer by then cannot requeue the job
 _NO_JOB = (
-    "no rank has called mpicomm.bootstrap(), or connected by torch.distributed's init_process_group(). If the program "
-    "does not connect its processes in another way (mpi4py), each has run alone.\n"
+    "no rank has called mpicomm.bootstrap(), or connected to the address in MASTER_ADDR by init_process_group(). If "
+    "the program does not connect its processes in another way (mpi4py, an address of its own), each has run alone.\n"
     "For one job, call mpicomm.bootstrap() at the start of the program."
 )
 
@@ -127,7 +127,11 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
     if end.may_have_lost_host and not policy.max_restarts:
         print_message("run", f"if no rank has printed another cause, a host may have been lost.\n{HOST_REMEDY}")
     if _is_failure(end) and policy.max_restarts:
-        why = "--max-restarts has been reached" if has_formed_job else "the ranks did not complete mpicomm.bootstrap()"
+        why = (
+            "--max-restarts has been reached"
+            if has_formed_job
+            else "the ranks did not complete mpicomm.bootstrap() or init_process_group()"
+        )
         print_message("run", f"not restarted: {why}")
     if not (end.status or has_formed_job) and end.stopped_by is None and start.ranks != 1 and _should_form_job(attempt):
         print_message("run", _NO_JOB)

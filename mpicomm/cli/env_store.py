@@ -1,8 +1,8 @@
 """The store at which `init_process_group("env://")` connects ranks that do not call `bootstrap()`.
 
 `mpicomm run` only listens. At the first connection it starts a process with torch's TCPStore, which takes over the
-socket: `python -m mpicomm.cli.env_store FD`. So `mpicomm run` needs no torch, and programs that call `bootstrap()` start
-no store.
+socket: `python -m mpicomm.cli.env_store FD`. So `mpicomm run` needs no torch, and programs that call `bootstrap()`
+start no store.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _OURS = ("--no-env", "--launcher", LAUNCHER_ARGUMENT, "--log-dir", "--max-restar
 _CONTAINER = ("--container", "--container-runtime", "--container-bind")
 _WITH_VALUE = (RANKS, *PER_NODE, HOSTS, HOSTFILE, VARIABLE, *_OURS, *_CONTAINER)
 BIND = "--bind"
-_OF_PROGRAMS_TOO = ("--nnodes", "--node-rank", "--master-addr", "--master-port", BIND)
+_OF_PROGRAMS_TOO = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--backend", BIND)
 """Options with a value that programs may have, too: behind a program they are its own."""
 
 HOROVOD = "--horovod"

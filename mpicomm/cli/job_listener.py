@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from mpicomm.cli.env_store import EnvStore
 from mpicomm.job import interfaces
 from mpicomm.json_messages import Message
+from mpicomm.launch import request
 from mpicomm.recorder import hang_report, rank_text
 from mpicomm.recorder.status import Crash
 from mpicomm.settings import HOST_TIMEOUT
@@ -232,7 +233,7 @@ class JobListener:
         job = Job(message.hosts, message.name, recovers=message.recovers)
         job.observers = observers.open_for(
             self._selector,
-            job_files.new(message.name, job.size, job_files.this_program(), self._started),
+            job_files.new(message.name, job.size, request.this_program(), self._started),
             lambda: connection.send(StatusRequest()),
         )
         self._of[connection] = job

@@ -61,7 +61,8 @@ def build(request: Request, environ: Mapping[str, str]) -> Start:
     start = _build(request, {**environment.without(environ, request.excluded), **variables})
     hidden = frozenset(name for name in variables if not name.removeprefix(containers.CARRIER).startswith(PREFIX))
     of_container = request.container.runtime.environ if request.container else {}
-    return dataclasses.replace(start, environ={**of_container, **start.environ, **variables}, hidden=hidden, has_store=request.sets_variables)
+    environ = {**of_container, **start.environ, **variables}
+    return dataclasses.replace(start, environ=environ, hidden=hidden, has_store=request.sets_variables)
 
 
 def _build(request: Request, environ: Mapping[str, str]) -> Start:

@@ -104,6 +104,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="copy the Python environment to DIR on every node (default: %(const)s) before the ranks start, and run "
         "them from there",
     )
+    parser.add_argument(
+        "--backend",
+        choices=("auto", "mpi"),
+        help="let init_process_group() of the program call mpicomm.bootstrap(BACKEND), in place of starting the "
+        "program's backend",
+    )
     parser.add_argument("--log-dir", metavar="D", help="write each rank's output to D/rank_003.log; show only rank 0's")
     parser.add_argument("--tag-output", action="store_true", help="show every rank's output, with its rank")
     parser.add_argument("--dry-run", action="store_true", help="print the launch command without running it")
@@ -251,6 +257,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         variables={**request.variables(arguments.env, environ), **spares, **elastic},
         excluded=tuple(arguments.no_env),
         sets_variables=arguments.node_rank is None,
+        replaced_backend=arguments.backend,
         bind=arguments.bind,
         stage_directory=arguments.stage_env,
         container=container,
@@ -294,6 +301,11 @@ def _policy(arguments: argparse.Namespace) -> RestartPolicy:
     if arguments.node_rank is not None:
         if arguments.max_restarts:
             raise LaunchError("--max-restarts does not work with --node-rank.\nUse torchrun --max-restarts.")
+        if arguments.backend:
+            raise LaunchError(
+                f"--backend {arguments.backend} needs MPI, which --node-rank does not: it starts torchrun.\n"
+                "Remove one of the two."
+            )
         if arguments.stage_env:
             raise LaunchError("--stage-env does not work with --node-rank, which starts torchrun.\nRemove --stage-env.")
         return RestartPolicy()

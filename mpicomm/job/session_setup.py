@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from mpicomm import mpi, torch_compatibility, torch_internals
 from mpicomm.backend import registration
 from mpicomm.backend.execution import backward_errors
 from mpicomm.devices import vendors
-from mpicomm.job import interfaces, plan, rendezvous, session
+from mpicomm.job import interfaces, plan, session
 from mpicomm.job.plan import JoinedJob
 from mpicomm.job.session import DUMPS, Session, World
 from mpicomm.job.start_request import StartRequest
@@ -144,8 +145,9 @@ def _make_group(opened: Session) -> None:
     if name is None:
         return
     torch_internals.restart_group_names()
+    init_process_group = inspect.unwrap(dist.init_process_group)  # not the one of mpicomm.unconverted, which calls this
     with torch_compatibility.blame_untested_torch():
-        dist.init_process_group(
+        init_process_group(
             name,
             store=dist.PrefixStore("mpicomm", opened.job.store),
             rank=world.rank,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
@@ -19,6 +20,12 @@ VARIABLE_OPTIONS = ("--env", "-x")
 """The options with a variable for the ranks, of `mpicomm run` and `mpicomm job`, and of mpirun."""
 
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_LAUNCHERS_OF_RANKS = {
+    "accelerate launch": "mpicomm run -n N",
+    "deepspeed": "mpicomm run -n N",
+    "horovodrun": "mpicomm run --horovod -n N",
+}
+"""Commands that start ranks, and the command that starts the ranks of their programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +71,8 @@ class Request:
     """Names and patterns of variables of this process that no rank gets, as if they were not set."""
     sets_variables: bool = False
     """Whether the ranks get the variables of torchrun's ranks, for programs that do not call `bootstrap()`."""
+    replaced_backend: str | None = None
+    """The backend of `bootstrap()` that replaces that of the program's init_process_group()."""
     bind: str | None = None
     """One of `binding.MODES`; None for the binding of the launcher."""
     stage_directory: str | None = None
@@ -98,7 +107,8 @@ class Request:
     def _wrapped_program(self, python: str, binds_in: int | None) -> tuple[str, ...]:
         command = self.program
         if self.sets_variables:
-            command = (python, "-m", "mpicomm.rank_variables", *command)
+            replaced = () if self.replaced_backend is None else ("--backend", self.replaced_backend)
+            command = (python, "-m", "mpicomm.rank_variables", *replaced, *command)
         if self.bind is not None and binds_in is not None:
             command = (python, "-m", "mpicomm.rank_binding", self.bind, str(binds_in), *command)
         if self.log_dir is None:
@@ -195,6 +205,11 @@ def program(words: Sequence[str], module: Sequence[str], python: str) -> tuple[s
             "Use one of the two: `mpicomm run train.py`, or without mpicomm run:\n"
             f"  torchrun {arguments}"
         )
+    if (name := _other_launcher(command)) is not None:
+        raise LaunchError(
+            f"{name} starts ranks itself: each rank of `mpicomm run` would start another job.\n"
+            f"Pass the program in its place: {_LAUNCHERS_OF_RANKS[name]} train.py [ARGUMENT ...]"
+        )
     return command
 
 
@@ -261,6 +276,12 @@ def command_line(words: Sequence[str]) -> str:
     return " ".join(word if word.endswith("=***") else shlex.quote(word) for word in shown)
 
 
+def this_program() -> str:
+    """Return the command line of this process without the interpreter, in one line."""
+    first, *others = sys.orig_argv[1:] or sys.argv
+    return " ".join(command_line([first if first.startswith("-") else PurePath(first).name, *others]).split())
+
+
 def torchrun_parts(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Return the words that start torchrun, and its arguments; None if the command is another program."""
     if PurePath(command[0]).name == "torchrun":
@@ -268,6 +289,12 @@ def torchrun_parts(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, 
     if tuple(command[1:2]) == ("-m",) and len(command) > 2 and command[2] in _TORCHRUN_MODULES:
         return tuple(command[:3]), tuple(command[3:])
     return None
+
+
+def _other_launcher(command: Sequence[str]) -> str | None:
+    """Return the command that starts ranks itself, one of `_LAUNCHERS_OF_RANKS`; None if it is another program."""
+    words = [PurePath(command[0]).name, *command[1:2]]
+    return next((name for name in _LAUNCHERS_OF_RANKS if name in (words[0], " ".join(words))), None)
 
 
 def _command(words: Sequence[str], module: Sequence[str], python: str) -> tuple[str, ...]:

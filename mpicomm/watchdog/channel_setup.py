@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpicomm import agreement
+from mpicomm.launch import request
 from mpicomm.settings import PARENT_VARIABLE
 from mpicomm.topology import Topology
-from mpicomm.watchdog import agent, job_files, parent_link
+from mpicomm.watchdog import agent, parent_link
 from mpicomm.watchdog.agent import Watchdog, WatchdogSettings
 from mpicomm.watchdog.channel import Channel, RankInfo
 
@@ -90,7 +91,7 @@ def start_watchdog(
     watch.establish()
     # `mpicomm run` answers the observers of its jobs, so that they need not be on the host of rank 0
     if comm.rank == 0 and not (parent and _connect_to_parent(watch, parent, channel.host_timeout)):
-        watch.accept_observers(job_files.this_program(), time.time())
+        watch.accept_observers(request.this_program(), time.time())
     return watch
 
 

@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from mpicomm import remedies
 from mpicomm.errors import LaunchError, MpicommError, RendezvousError
 from mpicomm.recorder import flight_recorder
 from mpicomm.watchdog import error_output, signals
@@ -111,6 +112,8 @@ class ExceptHook:
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
             error_output.print_stderr(f"[mpicomm] {name} failed; aborting the job:\n{text}")
+        if (remedy := remedies.after(error, os.environ, has_bootstrapped=True)) is not None:
+            error_output.print_stderr(f"[mpicomm] {remedy}\n")
 
 
 def _continues() -> bool:
@@ -150,6 +153,8 @@ def arm(
     global _current  # noqa: PLW0603  a process has one excepthook
     # Replacing also removes torch's hook, installed on top to print the rank: this hook prints the rank, too.
     previous = _current.previous if _current else sys.excepthook
+    if isinstance(previous, remedies.Hook):  # this hook prints the remedy, too
+        previous = previous.previous
     previous_of_threads = _current.previous_of_threads if _current else threading.excepthook
     _current = ExceptHook(rank, size, hostname, abort, is_first, is_formed, previous, previous_of_threads)
     sys.excepthook = _current

@@ -13,11 +13,9 @@ import os
 import secrets
 import socket
 import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpicomm.launch.request import command_line
 from mpicomm.watchdog import local_processes
 
 _BACKLOG = 128  # observers that wait to be accepted; there are few
@@ -98,12 +96,6 @@ def new(name: str, size: int, program: str, started: float) -> JobFile:
     """Return the description of a job in whose process this function is called, with a new token."""
     process = local_processes.this_process()
     return JobFile(name, size, program, started, process.pid, process.start_time, secrets.token_hex(_TOKEN_BYTES))
-
-
-def this_program() -> str:
-    """Return the command line of this process without the interpreter, in one line."""
-    first, *others = sys.orig_argv[1:] or sys.argv
-    return " ".join(command_line([first if first.startswith("-") else Path(first).name, *others]).split())
 
 
 def publish(job: JobFile) -> tuple[Path, socket.socket]:

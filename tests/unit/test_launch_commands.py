@@ -21,7 +21,6 @@ from mpicomm.launch.allocation import Allocation, FluxAllocation, Host, HostAllo
 from mpicomm.launch.mpi_library import Library
 from mpicomm.launch.request import Machine, Node, Request, Start
 from mpicomm.launch.visible_devices import AMD, NVIDIA
-from mpicomm.watchdog import job_files
 
 OPEN_MPI = Library("Open MPI", "5.0.11", "/venv/lib/libmpi.so.40", description="Open MPI v5.0.11")
 MPICH = Library("MPICH", "5.0.2", "/venv/lib/libmpi.so.12", description="MPICH Version: 5.0.2\nconfigure: --with-pm")
@@ -197,7 +196,7 @@ def test_messages_show_no_values_of_variables(words: list[str], text: str, capsy
 
 def test_the_list_of_jobs_shows_no_values_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "/bin/mpicomm", "run", "--env", SECRET, "a b.py"])
-    assert job_files.this_program() == "mpicomm run --env NAME=*** 'a b.py'"
+    assert request.this_program() == "mpicomm run --env NAME=*** 'a b.py'"
 
 
 # -- hosts -----------------------------------------------------------------------------------------------------------
