@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import itertools
 import multiprocessing
 import os
 import sys
@@ -23,7 +24,7 @@ from mpicomm.errors import LaunchError
 from mpicomm.launch.known_launchers import MPI_LAUNCHERS, SLURM
 from mpicomm.settings import PARENT_VARIABLE, REPLACED_BACKEND, STORE_OF_RANK
 
-_USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch reads it: with True, every rank is a client of the store
+_USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # with 1, torch's store on rank 0 ignores that it cannot bind a port
 _METHOD = "env://"
 _IN_A_CHILD = (
     "init_process_group() was called in {}, a process that rank {} has started by multiprocessing. Every rank would "
@@ -50,7 +51,7 @@ def _wrap_init_process_group() -> None:
 
     if not dist.is_available():
         return
-    original = dist.init_process_group
+    original, numbers = dist.init_process_group, itertools.count()
 
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, init_method: str | None = None, **others: Any) -> None:
@@ -62,8 +63,11 @@ def _wrap_init_process_group() -> None:
         if (replacement := os.environ.get(REPLACED_BACKEND)) and not is_child:
             _bootstrap(replacement, has_own_address=has_own_address, **others)
             return
-        with _variable_of_store(os.environ, is_client=is_client):
-            original(backend, init_method, **others)
+        if is_client:
+            original(backend, **{**others, **_at_store(next(numbers), **others)})
+        else:
+            with _without_agent_store(os.environ):
+                original(backend, init_method, **others)
 
     for module in [*sys.modules.values()]:
         if vars(module).get("init_process_group") is original:
@@ -105,15 +109,28 @@ def _is_address_of_store(environ: Mapping[str, str]) -> bool:
     return environ.get(STORE_OF_RANK) == f"{environ.get('MASTER_ADDR')} {environ.get('MASTER_PORT')}"
 
 
+def _at_store(
+    number: int, *, rank: int = -1, world_size: int = -1, timeout: datetime.timedelta | None = None, **_others: Any
+) -> dict[str, Any]:
+    """Return the arguments with which torch starts the group of this number at the store of `mpicomm run`.
+
+    Each has keys of its own: a group that is started anew must not find the addresses of the first one.
+    """
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"]) if rank == -1 else rank
+    size = int(os.environ["WORLD_SIZE"]) if world_size == -1 else world_size
+    limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, **limit)
+    return {"store": dist.PrefixStore(str(number), store), "rank": rank, "world_size": size}
+
+
 @contextlib.contextmanager
-def _variable_of_store(environ: MutableMapping[str, str], *, is_client: bool) -> Iterator[None]:
-    """Let torch connect to a store on all ranks, or start it on rank 0."""
+def _without_agent_store(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Let rank 0 start a store at an address of the program, or report that it cannot."""
     before = environ.pop(_USE_AGENT_STORE, None)
-    if is_client:
-        environ[_USE_AGENT_STORE] = str(True)
     try:
         yield
     finally:
-        environ.pop(_USE_AGENT_STORE, None)
         if before is not None:
             environ[_USE_AGENT_STORE] = before

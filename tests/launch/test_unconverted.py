@@ -1,95 +1,154 @@
-"""Programs that do not use mpicomm, under `mpicomm run`: they form one job, as under torchrun."""
+"""Programs that do not call `bootstrap()`, unchanged: under `mpicomm run` they form one job, as under torchrun."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import Outcome, run_command
+from mpicomm import torch_compatibility
+from tests.launching import Outcome, run_command, run_ranks
 
 RANKS = 3
-REDUCE = """
-total = torch.tensor(float(dist.get_rank() + 1))
-dist.all_reduce(total)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():.0f}", flush=True)
-dist.destroy_process_group()
-"""
-RANK_WITH_A_FALLBACK = """
-import os
-import torch
-import torch.distributed as dist
+SUM = RANKS * (RANKS + 1) // 2
+START = """
+import os, sys
+LOCAL_RANK, WORLD_SIZE = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
 if int(os.environ.get("RANK", -1)) == -1:
     raise SystemExit("trains alone")
-dist.init_process_group("gloo")
-"""
-LOCAL_RANK_FIRST = """
-import os
-LOCAL_RANK, WORLD_SIZE = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
 import torch
 import torch.distributed as dist
-dist.init_process_group("gloo", init_method="env://", rank=int(os.environ["RANK"]), world_size=WORLD_SIZE)
+from torch.distributed import init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+
+def check(start):
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    print(f"{start}: {dist.get_backend()} of {dist.get_world_size()}: {total.item():.0f}", flush=True)
+"""
+SCHEMES = """
+dist.init_process_group("gloo")
+check("environment")
+dist.destroy_process_group()
+init_process_group("gloo", init_method="env://", rank=int(os.environ["RANK"]), world_size=WORLD_SIZE)
+check("arguments")
 assert LOCAL_RANK == dist.get_rank()
+dist.destroy_process_group()
 """
 A_MESH = """
-import os
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+size = init_device_mesh("cpu", (WORLD_SIZE,)).size()
+check("mesh")
+assert size == WORLD_SIZE
+dist.destroy_process_group()
 """
 OWN_ADDRESS = """
-import os, sys
-import torch
-import torch.distributed as dist
-os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", sys.argv[1]
+os.environ["MASTER_PORT"] = sys.argv[1]
 dist.init_process_group("gloo")
-"""
-TWICE = """
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
+check("own port")
 dist.destroy_process_group()
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=LOCAL_RANK, world_size=WORLD_SIZE)
+check("own method")
+"""
+SPAWN = """
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank, size):
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(2,), nprocs=2)
 """
 CONVERTED_AFTER_A_READ = """
 import os
 RANK = int(os.environ["RANK"])
-import torch
 import torch.distributed as dist
 import mpicomm
 world = mpicomm.bootstrap()
 assert RANK == world.rank
 assert os.environ["MASTER_PORT"] == str(world.master_port)
+dist.init_process_group("gloo")
 """
 
 
-def run(*words: str) -> Outcome:
-    return run_command([sys.executable, "-m", "mpicomm", "run", "-n", str(RANKS), *words])
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    return tmp_path / "program.py"
+
+
+def run(*words: str | Path) -> Outcome:
+    return run_command([sys.executable, "-m", "mpicomm", "run", "-n", str(RANKS), *map(str, words)])
 
 
 @pytest.mark.each_mpi
-@pytest.mark.parametrize(
-    "code",
-    [RANK_WITH_A_FALLBACK, LOCAL_RANK_FIRST, A_MESH, TWICE, CONVERTED_AFTER_A_READ],
-    ids=["RANK with a fallback", "LOCAL_RANK first", "mesh", "twice", "bootstrap"],
-)
-def test_an_unchanged_program_is_one_job(code: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(code + REDUCE)
-    outcome = run(str(program))
+def test_an_unchanged_program_is_one_job(program: Path) -> None:
+    program.write_text(START + SCHEMES + A_MESH)
+    outcome = run(program)
     assert outcome.status == 0, outcome
-    total = RANKS * (RANKS + 1) // 2
-    lines = {f"rank {rank} of {RANKS}: {total}" for rank in range(RANKS)}
-    assert lines <= set(outcome.stdout.splitlines()), outcome
+    expected = [f"{start}: gloo of {RANKS}: {SUM}" for start in ("environment", "arguments")]
+    expected.append(f"mesh: undefined of {RANKS}: {SUM}")
+    assert sorted(outcome.stdout.splitlines()) == sorted(expected * RANKS), outcome
+    assert "ignoring" not in outcome.stderr, "rank 0 has tried to start the store"
     assert "has run alone" not in outcome.stderr, outcome
 
 
-def test_a_program_that_connects_nothing_is_reported(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("print('trained')\n")
-    outcome = run(str(program))
+@pytest.mark.each_mpi
+def test_another_backend_replaces_that_of_the_program(program: Path) -> None:
+    program.write_text(START + SCHEMES + A_MESH)
+    outcome = run("--backend", "mpi", program)
     assert outcome.status == 0, outcome
-    assert "connected by torch.distributed's init_process_group()" in outcome.stderr, outcome
+    expected = [f"{start}: mpicomm of {RANKS}: {SUM}" for start in ("environment", "arguments", "mesh")]
+    assert sorted(outcome.stdout.splitlines()) == sorted(expected * RANKS), outcome
+
+
+def test_an_address_of_the_program(program: Path) -> None:
+    program.write_text(START + OWN_ADDRESS)
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        ports = [str(listener.getsockname()[1]) for listener in (first, second)]
+    outcome = run(program, *ports)
+    assert outcome.status == 0, outcome
+    expected = [f"{start}: gloo of {RANKS}: {SUM}" for start in ("own port", "own method")]
+    assert sorted(outcome.stdout.splitlines()) == sorted(expected * RANKS), outcome
+
+
+def test_ranks_that_the_program_spawns_are_refused(program: Path) -> None:
+    program.write_text(SPAWN)
+    outcome = run(program)
+    assert outcome.status != 0, outcome
+    assert "a process that rank 0 has started by multiprocessing" in outcome.stderr, outcome
+
+
+def test_the_group_of_a_converted_program_is_left_in(program: Path) -> None:
+    program.write_text(CONVERTED_AFTER_A_READ)
+    outcome = run(program)
+    assert outcome.status != 0, outcome
+    assert "use mpicomm.bootstrap(backend=None)" in outcome.stderr, outcome
+
+
+def test_a_program_that_connects_nothing_is_reported(program: Path) -> None:
+    program.write_text("print('trained')\n")
+    outcome = run(program)
+    assert outcome.status == 0, outcome
+    assert "connected to the address in MASTER_ADDR by init_process_group()" in outcome.stderr, outcome
+
+
+@pytest.mark.each_mpi
+def test_mpirun_sets_no_variables(program: Path) -> None:
+    program.write_text("import torch\n" + START)
+    outcome = run_ranks(RANKS, [str(program)])
+    assert outcome.status != 0, outcome
+    assert "does not set LOCAL_RANK" in outcome.stderr, outcome
+    assert f"mpicomm run -n {RANKS} program.py" in outcome.stderr, outcome
+
+
+def test_the_backend_named_mpi(program: Path) -> None:
+    program.write_text('import torch\nimport torch.distributed as dist\ndist.init_process_group("mpi")\n')
+    outcome = run(program)
+    if torch_compatibility.torch_version() >= (2, 14):
+        assert outcome.status == 0, outcome
+    else:
+        assert outcome.status != 0, outcome
+        assert 'init_process_group("mpicomm")' in outcome.stderr, outcome
