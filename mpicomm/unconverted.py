@@ -87,8 +87,9 @@ def _bootstrap(
     """Call `bootstrap()` in place of init_process_group() with these arguments."""
     import torch.distributed as dist
 
-    import mpicomm
     from mpicomm.job import session
+    from mpicomm.job.bootstrap import bootstrap
+    from mpicomm.job.shutdown import shutdown
 
     if has_own_address:
         raise LaunchError(
@@ -96,8 +97,8 @@ def _bootstrap(
             f"or another method.\nRemove --backend, or call mpicomm.bootstrap({backend!r}) in the program."
         )
     if (last := session.current()) is not None and last.is_open and not dist.is_initialized():
-        mpicomm.shutdown()
-    world = mpicomm.bootstrap(backend, timeout=timeout, device=device_id)
+        shutdown()
+    world = bootstrap(backend, timeout=timeout, device=device_id)
     if rank not in (-1, world.rank) or world_size not in (-1, world.size):
         raise LaunchError(
             f"init_process_group() got rank={rank} and world_size={world_size} on rank {world.rank} of {world.size}.\n"

@@ -27,7 +27,8 @@ SHARP_BITS = ROOT / "docs" / "sharp-bits.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 LAUNCHING = ROOT / "docs" / "launching.md"
 CALLBACKS = ROOT / "docs" / "callbacks.md"
-DOCUMENTS = (GUIDE, SHARP_BITS, CALLBACKS)
+COMING_FROM = ROOT / "docs" / "coming-from.md"
+DOCUMENTS = (GUIDE, SHARP_BITS, CALLBACKS, COMING_FROM)
 
 RANKS = 2  # the default for a section without the comment
 _FENCE = re.compile(r"^```(\w*)$")

@@ -42,6 +42,7 @@ LAYERS = {
     "recorder": 4,
     "watchdog": 5,
     "backend": 6,
+    "rank_variables": 6,
     "job": 7,
     "unconverted": 8,
     "collective_ops": 8,
