@@ -329,7 +329,7 @@ def test_a_dry_run_shows_the_command_of_apptainer(host: Path, capsys: pytest.Cap
     shown = capsys.readouterr().out
     expected = (
         f"apptainer exec --bind {host} --bind {host}/data:/data:ro --bind /logs:/logs --pwd {host} {host}/image.sif "
-        f"python -m mpicomm.rank_log /logs 0 python train.py --lr 1\n"
+        f"python -m mpicomm.rank_log /logs 0 python -m mpicomm.rank_variables python train.py --lr 1\n"
     )
     assert shown.endswith(expected)
     assert " PMIX_MCA_gds=hash " in f" {shown}"
@@ -382,7 +382,7 @@ def test_a_dry_run_shows_the_command_of_pyxis(
     mpi_type = mpi.library().srun_type
     assert by_srun.endswith(
         f" srun --mpi={mpi_type} --kill-on-bad-exit=0 '{PYXIS_IMAGE}' --container-mounts={host}:{host} "
-        f"--container-workdir={host} --ntasks=4 --cpus-per-task=2 python train.py\n"
+        f"--container-workdir={host} --ntasks=4 --cpus-per-task=2 python -m mpicomm.rank_variables python train.py\n"
     )
 
 

@@ -234,7 +234,9 @@ def dry_run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str
     assert main(["run", "--dry-run", *arguments]) == 0
     output = capsys.readouterr()
     assert output.err == ""
-    return output.out.strip().replace(sys.executable, "python")
+    shown = output.out.strip().replace(sys.executable, "python")
+    assert shown.count(" python -m mpicomm.rank_variables python ") == 1
+    return shown.replace(" python -m mpicomm.rank_variables ", " ")
 
 
 @pytest.mark.parametrize(("gpus", "options"), [(4, []), (0, ["-n", "8"]), (1, ["-n", "8"])])
