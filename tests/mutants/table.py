@@ -25,6 +25,7 @@ from tests.mutants import (
     startup_and_messages,
     trainer_output,
     training,
+    unconverted,
 )
 
 MUTANTS = [
@@ -50,4 +51,5 @@ MUTANTS = [
     *startup_and_messages.MUTANTS,
     *training.MUTANTS,
     *trainer_output.MUTANTS,
+    *unconverted.MUTANTS,
 ]

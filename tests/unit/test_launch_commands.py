@@ -93,6 +93,21 @@ def test_ranks_start_no_torchrun(words: list[str], module: list[str]) -> None:
     assert str(caught.value).endswith("\n  torchrun --nproc-per-node 2 x.py")
 
 
+@pytest.mark.parametrize(
+    ("words", "start"),
+    [
+        (["accelerate", "launch", "--num_processes", "2", "x.py"], "mpicomm run -n N"),
+        (["/opt/bin/deepspeed", "x.py"], "mpicomm run -n N"),
+        (["horovodrun", "-np", "2", "python", "x.py"], "mpicomm run --horovod -n N"),
+    ],
+)
+def test_other_launchers_are_no_programs_of_ranks(words: list[str], start: str) -> None:
+    with pytest.raises(LaunchError, match="starts ranks itself") as caught:
+        request.program(words, [], PYTHON)
+    assert str(caught.value).endswith(f"in its place: {start} train.py [ARGUMENT ...]")
+    assert request.program(["accelerate", "config"], [], PYTHON) == ("accelerate", "config")
+
+
 def test_python_runs_a_zipapp() -> None:
     assert request.program(["app.pyz", "-v"], [], PYTHON) == (PYTHON, "app.pyz", "-v")
 
