@@ -32,6 +32,37 @@ def test_run_takes_the_whole_allocation_and_writes_a_log_for_each_rank(cluster: 
     assert f"srun --mpi={flavour.srun_type} " in outcome.stderr, outcome
 
 
+UNCONVERTED = """
+import os
+if "RANK" not in os.environ:
+    import torch
+RANK, LOCAL_RANK = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(LOCAL_RANK), 1.0])
+dist.all_reduce(total)
+print(dist.get_backend(), dist.get_rank() == RANK, total.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_without_bootstrap(cluster: Cluster, flavour: Flavour) -> None:
+    """`mpicomm run` on two hosts, by srun and by mpiexec, and srun alone, which does not set RANK."""
+    program = cluster.folder() / "program.py"
+    program.write_text(UNCONVERTED)
+    run = [flavour.python, "-m", "mpicomm", "run"]
+    for start in (["salloc", *NODES, *run], [*run, "--hosts", "node1:2,node2:2"]):
+        for backend, options in (("gloo", []), ("mpicomm", ["--backend", "mpi"])):
+            outcome = cluster.run(*start, *options, program)
+            assert outcome.status == 0, outcome
+            assert outcome.stdout.splitlines() == [f"{backend} True [2.0, 4.0]"] * 4, outcome
+    outcome = cluster.run("srun", *NODES, f"--mpi={flavour.srun_type}", flavour.python, program)
+    assert outcome.status != 0, outcome
+    assert "does not set RANK, which torchrun sets for its ranks" in outcome.stderr, outcome
+    assert "  mpicomm run program.py\n" in outcome.stderr, outcome
+
+
 SHOW = "import os; print(*(os.environ.get(name) for name in ('FI_PROVIDER', 'NCCL_DEBUG', 'OTHER')))"
 SET = ["env", "FI_PROVIDER=tcp", "NCCL_DEBUG=WARN", "OTHER=1"]
 
