@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpicomm.cli.argument_types import Parser
-from mpicomm.cli.console import FAILED, failed
+from mpicomm.cli.console import FAILED, failed, print_message
 from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, KubernetesJob, quoting, script
+from mpicomm.launch.jobscript.advice import advice
 from mpicomm.launch.jobscript.options import Option, flag
 
 _GROUPS = {
@@ -66,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
             Path(spec.file).write_bytes(content)
     except (ValueError, OSError) as error:
         return failed(f"job {arguments.scheduler}", error)
+    for sentence in advice(spec) if isinstance(spec, JobSpec) else ():
+        print_message(f"job {arguments.scheduler}", sentence)
     if spec.file is None:
         print(text, end="")
     else:

@@ -219,6 +219,22 @@ def test_nothing_computes_without_its_software(job, scheduler: str) -> None:
 
 
 @each_scheduler
+def test_commands_of_the_user_run_before_the_ranks_after_the_modules(job, scheduler: str) -> None:
+    commands = ('A="it\'s $(pwd)"', "module list", "export A")
+    made = job(scheduler, module_purge=True, module_use=("/my modules",), module=("cuda",), setup=commands, env=("A",))
+    (made.stand_ins / "python").write_text('#!/bin/bash\nprintf %s "$A"\n')
+    assert made.run().stdout == f"it's {made.submitted}"
+    modules = [["purge"], ["use", "/my modules"], ["load", "cuda"], ["list"]]
+    assert made.calls() == [["module", *words] for words in modules]
+
+
+@each_scheduler
+def test_nothing_computes_after_a_failed_command_of_the_user(job, scheduler: str) -> None:
+    made = job(scheduler, setup=("true", "(exit 3)", "true"))
+    assert (made.run().status, made.calls()) == (3, [])
+
+
+@each_scheduler
 def test_nothing_computes_in_another_directory(job, scheduler: str) -> None:
     made = job(scheduler, chdir="/nowhere at all")
     assert made.run().status != 0
@@ -318,12 +334,13 @@ def test_on_one_node_torchrun_needs_no_address(tmp_path: Path, scheduler: str) -
     assert sorted(call[-6:]) == sorted(words)
 
 
+@pytest.mark.parametrize("umask", [None, "027"])
 @each_scheduler
-def test_the_ranks_get_their_environment(job, scheduler: str) -> None:
-    made = job(scheduler, "show", env=("A=it's $HOME; `x`\nend",), cpus_per_rank=3, chdir=None)
+def test_the_ranks_get_their_environment(job, scheduler: str, umask: str | None) -> None:
+    made = job(scheduler, "show", env=("A=it's $HOME; `x`\nend",), cpus_per_rank=3, chdir=None, umask=umask)
     (made.stand_ins / "mpicomm").write_text('#!/bin/bash\nprintf "%s|" "$PWD" "$OMP_NUM_THREADS" "$A" "$(umask)"\n')
-    umask = "0022" if scheduler == "pbs" else run_command(["bash", "-c", "umask"]).stdout.strip()
-    assert made.run().stdout == f"{made.submitted}|3|it's $HOME; `x`\nend|{umask}|"
+    expected = "0027" if umask else run_command(["bash", "-c", "umask"]).stdout.strip()
+    assert made.run().stdout == f"{made.submitted}|3|it's $HOME; `x`\nend|{expected}|"
 
 
 @each_scheduler

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.cli.main import main
-from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, options, quoting, script
+from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, KubernetesJob, options, quoting, script
+from mpicomm.launch.jobscript.advice import advice
 from tests import launching
 
 PROGRAM = ("python", "train.py")
@@ -171,6 +172,13 @@ TEXTS = {  # the option, and its directives for Slurm, PBS, LSF and Flux; None w
     "error": ("a.err", "--error=a.err", "-e a.err", "-e a.err", "--error=a.err"),
     "name": ("first-run", "--job-name=first-run", "-N first-run", "-J first-run", "--job-name=first-run"),
     "exclusive": (True, "--exclusive", "-l place=scatter:exclhost", "-x", "--exclusive"),
+    "dependency": (
+        "afterok:12:13",
+        "--dependency=afterok:12:13",
+        "-W depend=afterok:12:13",
+        '-w "done(12) && done(13)"',
+        "--dependency=afterok:12 --dependency=afterok:13",
+    ),
     "qos": ("long", "--qos=long", None, None, None),
     "constraint": ("[a100|h100]&nvlink", "--constraint=[a100|h100]&nvlink", None, None, None),
     "signal": ("USR2@60", "--signal=USR2@60", None, "-wa USR2", None),
@@ -193,6 +201,15 @@ def test_an_option_is_a_directive(scheduler: str, field: str) -> None:
     before, after = directives(script(job(scheduler))), directives(script(job(scheduler, **{field: value})))
     assert expected not in before
     assert after.count(expected) == 1
+
+
+@pytest.mark.parametrize("text", ["64G", "64Gi", "64GiB", "64GB", "64g", "64gb"])
+def test_units_of_memory_are_translated(text: str) -> None:
+    assert of_slurm(job("slurm", mem=text))["mem"] == "64G"
+    assert chunk(job("pbs", mem_per_cpu=text, cpus_per_rank=2))[1]["mem"] == "128gb"
+    assert "-R rusage[mem=64GB/host]" in of_lsf(job("lsf", mem=text))
+    kubernetes = KubernetesJob(PROGRAM, image="a", mem=text)
+    assert script(kubernetes).count('memory: "64Gi"') == 2
 
 
 def of_lsf(spec: JobSpec) -> list[str]:
@@ -384,6 +401,50 @@ def test_values_that_would_need_expansion_are_refused(scheduler: str, field: str
         job(scheduler, **{field: (value,) if field == "module" else value})
 
 
+# -- advice ----------------------------------------------------------------------------------------------------------
+
+CORES = (
+    "each rank has one core beside its GPU, which the workers of a DataLoader need, too; request more, for example wi"
+)
+ADVICE = [
+    # (the options, the command, the expected advice)
+    ({"gpus_per_node": 4}, PROGRAM, CORES),
+    ({"gpus_per_node": 4, "cpus_per_rank": 2}, PROGRAM, None),
+    ({"gpus_per_node": 4, "exclusive": True}, PROGRAM, None),
+    ({"gpus_per_node": 4, "directive": ("--cpus-per-gpu=8",)}, PROGRAM, None),
+    ({}, PROGRAM, None),
+    (
+        {},
+        ("python", "a b.py", "--data", '$TMPDIR/"d"', "${HOME}"),
+        "the program gets $TMPDIR unchanged; to expand it on each rank: -- bash -c 'exec python '",
+    ),
+    ({}, ("python", "x.py", "^a$", "$1", "$(id)", "100 $"), None),
+    ({}, ("/bin/bash", "-c", "echo $HOME"), None),
+    ({"array": "1-9"}, ("python", "x.py", "$SLURM_ARRAY_TASK_ID", "${SLURM_ARRAY_TASK_ID}"), None),
+    ({"array": "1-9"}, ("x", "$SLURM_ARRAY_TASK_ID/$USER"), "the program gets $USER unchanged"),
+    (
+        {"env": ("A=$HOME/x",)},
+        PROGRAM,
+        "--env A=***: the ranks get $HOME unchanged; to expand it in the job, set the var",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "command", "text"), ADVICE)
+def test_advice(options: dict[str, object], command: tuple[str, ...], text: str | None) -> None:
+    sentences = advice(job("slurm", *command, **options))
+    assert len(sentences) == (text is not None)
+    assert all(sentence.startswith(text) for sentence in sentences)
+
+
+def test_the_advised_command_expands_the_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["printf", "%s|", "a b", '$A/"`\\', "${A}", "'$$'"]
+    assert main(["job", "slurm", "--", *words]) == 0
+    command = shlex.split(capsys.readouterr().err.partition("on each rank: -- ")[2])
+    outcome = launching.run_command(command, env={"A": "x y"})
+    assert outcome.stdout == "a b|x y/\"`\\|x y|'$$'|"
+
+
 # -- refused input ---------------------------------------------------------------------------------------------------
 
 REFUSED = [
@@ -422,6 +483,23 @@ REFUSED = [
     ("slurm --signal INT@60", "python x.py", "expected USR1, USR2 or TERM"),
     ("pbs --signal USR1@60", "python x.py", "--signal is valid only for Slurm and LSF: elsewhere mpicomm.T"),
     ("pbs --qos long", "python x.py", "--qos is valid only for Slurm: elsewhere use --queue"),
+    (
+        "slurm --dependency 12",
+        "python x.py",
+        "--dependency '12': expected afterok, afternotok or afterany, and the IDs of",
+    ),
+    ("slurm --dependency after:12", "python x.py", "--dependency 'after:12': expected afterok, afternotok or"),
+    (
+        "pbs --dependency afterok:1 --requeue",
+        "python x.py",
+        "when PBS may no longer know the other jobs; remove one of",
+    ),
+    ("slurm --umask 9", "python x.py", "--umask '9': expected three octal digits: 027"),
+    (
+        "slurm --setup #SBATCH",
+        "python x.py",
+        "--setup '#SBATCH': expected a command of bash on one line, without # at its",
+    ),
     ("flux --mem 4G", "python x.py", "--mem is valid only for Slurm and PBS and LSF: Flux does not schedule memory"),
     ("flux --requeue", "python x.py", "--requeue: the job submits its script again; add -o FILE, for example -o job.f"),
     ("lsf --no-env FLUX_X", "python x.py", "would remove FLUX_X, which the launcher of the ranks needs"),
@@ -533,7 +611,9 @@ def test_arguments_after_the_dashes_are_the_programs(capsys: pytest.CaptureFixtu
 
 
 def test_the_default_is_a_rank_for_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--ntasks-per-node=4" in directives(run(capsys, "slurm", "--gpus-per-node", "4", "--", *PROGRAM))
+    assert "--ntasks-per-node=4" in directives(
+        run(capsys, "slurm", "--gpus-per-node", "4", "--cpus-per-rank", "2", "--", *PROGRAM)
+    )
     assert "--ntasks-per-node=1" in directives(run(capsys, "slurm", "--", *PROGRAM))
 
 

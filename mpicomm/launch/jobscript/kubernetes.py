@@ -64,6 +64,8 @@ class KubernetesJob:
     def __post_init__(self) -> None:
         for field, described in options.declared(KubernetesJob).items():
             described.check(flag(field), getattr(self, field))
+        if self.mem is not None:
+            object.__setattr__(self, "mem", options.memory(self.mem))
         if self.image is None:
             raise ValueError("missing --image: the container image with mpicomm, its MPI and sshd")
         options.seconds_of(self.time, has_days=True)

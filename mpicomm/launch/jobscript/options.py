@@ -40,7 +40,13 @@ PASSED_VARIABLE = Form(r"[A-Za-z_]\w*(=[^\0]*)?", "NAME=VALUE, or NAME of a vari
 ADDRESS = Form(r"\w[\w.+-]*(@\w[\w.-]*)?", "one address")
 DIRECTIVE = Form(r"[ \t]*[^\s#\0][^\r\n\0]*", "one line, without #SBATCH, #PBS, #BSUB or # flux: at its start")
 ARGUMENT = Form(r"[^\0]+", "an argument of the launcher")
-MEMORY = Form(r"[1-9][0-9]*[KMGT]", "a number with its unit, K, M, G or T: 4G")
+MEMORY = Form(r"[1-9][0-9]*[KMGTkmgt]i?[Bb]?", "a number with its unit, K, M, G or T: 4G")
+COMMAND = Form(r"[ \t]*[^\s#\0][^\r\n\0]*", "a command of bash on one line, without # at its start")
+UMASK = Form(r"0?[0-7]{3}", "three octal digits: 027")
+DEPENDENCY = Form(
+    r"(afterok|afternotok|afterany)(:[\wƒ.\[\]-]+)+",
+    "afterok, afternotok or afterany, and the IDs of jobs: afterok:123 or afterok:123:124",
+)
 SIGNAL = Form(r"(USR1|USR2|TERM)@[1-9][0-9]{0,4}", "USR1, USR2 or TERM, @ and seconds: USR1@180")
 
 
@@ -144,6 +150,11 @@ def clock(seconds: int, *, has_days: bool = False) -> str:
     if has_days and seconds >= 86400:
         return f"{seconds // 86400}-{clock(seconds % 86400)}"
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def memory(text: str) -> str:
+    """Return 64G for 64Gi, 64GB and the like: all schedulers count in powers of 1024."""
+    return re.sub("[Bb]|i", "", text).upper()
 
 
 def check_array(array: str) -> None:

@@ -25,7 +25,8 @@ _NO_SIGNAL = (
 _NO_MEMORY = (("slurm", "pbs", "lsf"), "Flux does not schedule memory; use --exclusive")
 _NO_MAIL = (("slurm", "pbs", "lsf"), "Flux sends no mail")
 _NO_ARRAY = (("slurm", "pbs", "lsf"), "in Flux submit the script once for each index")
-_OF_RESOURCE = {"select": ("mem", "mem_per_cpu", "mem_per_gpu"), "place": ("exclusive",)}
+_MEMORY = ("mem", "mem_per_cpu", "mem_per_gpu")
+_OF_RESOURCE = {"select": _MEMORY, "place": ("exclusive",)}
 """The options that are no more than a part of a resource of PBS."""
 
 _CACHES = {
@@ -73,6 +74,10 @@ class JobSpec:
         only=_NO_ARRAY,
     )
 
+    dependency: str | None = option(
+        "start after other jobs: afterok, afternotok or afterany, and their IDs", "afterok:ID[:ID]", options.DEPENDENCY
+    )
+
     # 2. name, queue and account
     name: str | None = option("name of the job (default: that of the program)", form=options.NAME)
     partition: str | None = option("Slurm partition, or queue", "P", options.WORD, alias="--queue")
@@ -101,6 +106,16 @@ class JobSpec:
     # 4. environment of the ranks
     chdir: str | None = option("working directory (default: the submission directory)", "DIR", options.DIRECTORY)
     module: tuple[str, ...] = option("module to load; repeat for more", "M", options.MODULE, default=())
+    module_purge: bool = option("unload all modules first", default=False)
+    module_use: tuple[str, ...] = option(
+        "directory with modules, for --module; repeat for more", "DIR", options.DIRECTORY, default=()
+    )
+    setup: tuple[str, ...] = option(
+        "command of bash before the ranks start, after --module; the job ends if it fails; repeat for more",
+        "COMMAND",
+        options.COMMAND,
+        default=(),
+    )
     venv: str | None = option("Python virtual environment to activate", "DIR", options.DIRECTORY)
     env: tuple[str, ...] = option(
         "variable to export, or NAME of one that is set in the job; repeat for more",
@@ -113,6 +128,7 @@ class JobSpec:
         "NAME",
         default=(),
     )
+    umask: str | None = option("umask of the job (default: that of the scheduler)", "027", options.UMASK)
     local_caches: bool = option(
         "write the caches of compiled kernels (MIOpen, Triton, torch) to each node's $TMPDIR, or /tmp", default=False
     )
@@ -145,6 +161,9 @@ class JobSpec:
         check_choice("scheduler", self.scheduler, SCHEDULERS)
         for field, described in options.declared(JobSpec).items():
             _check_option(self, field, described)
+        for field in _MEMORY:
+            if text := getattr(self, field):
+                object.__setattr__(self, field, options.memory(text))
         _check_resources(self)
         _check_time(self)
         _check_mail(self)
@@ -270,6 +289,12 @@ class JobSpec:
         return _CACHES if self.local_caches else {}
 
     @property
+    def dependencies(self) -> list[tuple[str, str]]:
+        """Pairs of the condition of `dependency` and the ID of a job."""
+        condition, *jobs = (self.dependency or "").split(":")
+        return [(condition, job) for job in jobs]
+
+    @property
     def index(self) -> str | None:
         """The variable with the index of this job in its array, which bash expands in the command; None without one."""
         return self.system.array_index if self.array else None
@@ -301,7 +326,7 @@ def _check_resources(spec: JobSpec) -> None:
             f"--gpus-per-node {gpus} cannot be shared evenly by --ranks-per-node {ranks}; "
             f"for one GPU per rank use --ranks-per-node {gpus} or --gpus-per-node {ranks}"
         )
-    memory = [flag(field) for field in ("mem", "mem_per_cpu", "mem_per_gpu") if getattr(spec, field) is not None]
+    memory = [flag(field) for field in _MEMORY if getattr(spec, field) is not None]
     if len(memory) > 1:
         raise ValueError(
             f"{' and '.join(memory)} contradict each other: give one of --mem, --mem-per-cpu, --mem-per-gpu"
@@ -427,6 +452,11 @@ def _check_scheduler(spec: JobSpec) -> None:
         _check_lsf(spec)
     if spec.launcher:
         check_choice(f"--launcher in {spec.system.title}", spec.launcher, spec.system.launchers)
+    if spec.requeue and spec.dependency and spec.scheduler != "slurm":
+        raise ValueError(
+            f"--requeue and --dependency: the job submits its script again, when {spec.system.title} may no longer "
+            f"know the other jobs; remove one of the two"
+        )
     if spec.requeue and spec.system.resubmits_file and spec.file is None:
         raise ValueError(f"--requeue: the job submits its script again; add -o FILE, for example -o {spec.system.file}")
 
