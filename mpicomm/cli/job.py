@@ -1,4 +1,4 @@
-"""`mpicomm job`: prints a script or a manifest with which a scheduler runs a program on many ranks."""
+"""`mpicomm job`: prints or submits a script or a manifest with which a scheduler runs a program on many ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mpicomm.cli import job_sites, job_submission
 from mpicomm.cli.argument_types import Parser
 from mpicomm.cli.console import FAILED, failed, print_message
 from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, KubernetesJob, quoting, script
@@ -48,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             allow_abbrev=False,
         )
         _add_options(subparser, spec_type)
-        subparser.set_defaults(run=run, spec_type=spec_type)
+        subparser.set_defaults(run=run, spec_type=spec_type, scheduler=scheduler)
 
     for scheduler, system in SCHEDULERS.items():
         torchrun = "With `-- torchrun train.py`, torchrun starts the ranks of each node."
@@ -58,22 +59,60 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print or write the script, and return the exit status."""
+    """Print, write or submit the script, save the options of a site, and return the exit status."""
+    command = f"job {arguments.scheduler}"
     try:
         spec = _spec(arguments)
+        _check_actions(arguments)
+        if arguments.save:
+            for line in job_sites.save(arguments.site, arguments.scheduler, _values_of_site(arguments)):
+                print_message(command, line)
+            if not arguments.command:
+                return 0
         text = script(spec, arguments.template)
+        if arguments.submit and isinstance(spec, JobSpec):
+            job_submission.create_directories(spec)
         if spec.file is not None:
             content = text.encode()  # before the file is opened, which an error would leave empty
             Path(spec.file).write_bytes(content)
     except (ValueError, OSError) as error:
-        return failed(f"job {arguments.scheduler}", error)
+        site = f"; the options of site {arguments.site} are in {job_sites.path()}" if arguments.site else ""
+        return failed(command, f"{error}{site}")
     for sentence in advice(spec) if isinstance(spec, JobSpec) else ():
-        print_message(f"job {arguments.scheduler}", sentence)
+        print_message(command, sentence)
+    if arguments.submit and isinstance(spec, JobSpec):
+        job_id = job_submission.submit(spec, text)
+        if job_id is None:
+            return FAILED
+        waits = arguments.wait or arguments.tail
+        return job_submission.wait(spec, job_id, follows=arguments.tail) if waits else 0
     if spec.file is None:
         print(text, end="")
     else:
         print(f"wrote {spec.file}; submit it: {spec.submission}")
     return 0
+
+
+def _check_actions(arguments: argparse.Namespace) -> None:
+    """Refuse options that only work together with others."""
+    if arguments.save and not arguments.site:
+        raise ValueError("--save needs the name of the site: --site NAME")
+    for name in ("wait", "tail"):
+        if getattr(arguments, name) and not arguments.submit:
+            raise ValueError(f"--{name} needs --submit")
+        if getattr(arguments, name) and arguments.array:
+            raise ValueError(f"--{name} and --array: it waits for one job; submit the array without --{name}")
+
+
+def _values_of_site(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options to save: those of the site, and those that were passed."""
+    values = {}
+    for field in dataclasses.fields(arguments.spec_type):
+        value = getattr(arguments, field.name, None)
+        is_set = value not in (None, False, [], field.default) or field.name in arguments.values_of_site
+        if field.metadata and is_set:
+            values[field.name] = list(dict.fromkeys(value)) if isinstance(value, list) else value
+    return values
 
 
 class _Parser(Parser):
@@ -83,9 +122,27 @@ class _Parser(Parser):
         given = list(args or ())
         end = given.index("--") if "--" in given else len(given)
         parsed, _ = super().parse_known_args(given[:end], namespace)
+        values: dict[str, Any] = {}
+        if parsed.site is not None:
+            values = self._values_of_site(parsed)
+            self.set_defaults(**values)  # a repeatable option adds to its default
+            parsed, _ = super().parse_known_args(given[:end], namespace)
+            if parsed.scheduler == "pbs":  # which uses the first of two directives
+                known = len(values.get("directive", ()))
+                parsed.directive = parsed.directive[known:] + parsed.directive[:known]
+        parsed.values_of_site = values
         parsed.command = given[end + 1 :]
         parsed.made_by = f"{self.prog} {quoting.joined(given)}"
         return parsed, []
+
+    def _values_of_site(self, parsed: argparse.Namespace) -> dict[str, Any]:
+        try:
+            values = job_sites.read(parsed.site, parsed.scheduler, parsed.spec_type)
+            if values is None and not parsed.save:
+                self.fail(job_sites.missing(parsed.site))
+        except (ValueError, OSError) as error:
+            self.fail(str(error))
+        return values or {}
 
     def fail(self, message: str) -> NoReturn:
         self.exit(FAILED, f"{self.prog}: {message}\n")
@@ -110,6 +167,9 @@ def _spec(arguments: argparse.Namespace) -> JobSpec | KubernetesJob:
         given[name] = tuple(value) if isinstance(value, list) else value
     if given["ranks_per_node"] is None:
         given["ranks_per_node"] = max(given["gpus_per_node"], 1)
+    given["env"] = tuple({text.partition("=")[0]: text for text in given["env"]}.values())  # the last of a name
+    if arguments.save and not given["command"]:
+        given["command"] = ("python", "train.py")  # to check the options
     return spec_type(**given)
 
 
@@ -125,7 +185,19 @@ def _add_options(parser: argparse.ArgumentParser, spec_type: type[JobSpec | Kube
     parser.add_argument(
         "--template", type=Path, metavar="FILE", help="fill this Jinja2 template instead of that of the package"
     )
-    parser.set_defaults(ranks_per_node=None)
+    group = parser.add_argument_group("options of a site")
+    group.add_argument("--site", metavar="NAME", help="use the options that --save has kept for this site")
+    group.add_argument(
+        "--save",
+        action="store_true",
+        help="keep the options as those of --site, in ~/.config/mpicomm/job.toml; the program may be left out",
+    )
+    parser.set_defaults(ranks_per_node=None, submit=False, wait=False, tail=False)
+    if spec_type is JobSpec:
+        group = parser.add_argument_group("submission")
+        group.add_argument("--submit", action="store_true", help="submit the job, and print its ID")
+        group.add_argument("--wait", action="store_true", help="wait for its end, and exit with its status")
+        group.add_argument("--tail", action="store_true", help="--wait, and print its output file meanwhile")
 
 
 def _add_option(group: argparse._ArgumentGroup, field: str, default: Any, option: Option) -> None:

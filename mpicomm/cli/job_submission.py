@@ -1,0 +1,201 @@
+"""`mpicomm job --submit`: submits a script, waits for the job, and prints its output file meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from mpicomm.cli.console import FAILED, failed, print_message
+from mpicomm.launch import queries
+from mpicomm.launch.jobscript import JobSpec
+from mpicomm.launch.jobscript.queues import QUEUES, QueueState, SchedulerQueue, directories
+
+_INTERRUPTED = 130  # the status of a shell's command after Ctrl-C
+_FIRST_SECONDS, _LONGEST_SECONDS = 1.0, 15.0  # between queries, which load the scheduler
+_FOLLOW_SECONDS = 0.5  # between reads of the output file
+_NO_ANSWER_SECONDS = 600.0  # a scheduler that restarts answers within minutes
+_UNKNOWN_QUERIES = 3  # before a job counts as unknown: some schedulers list a new job with a delay
+_LATE_SECONDS = 10.0  # for the output to arrive after the end of the job: PBS and LSF copy it, NFS shows it late
+_CHUNK_BYTES = 1 << 20
+
+
+def create_directories(job: JobSpec) -> None:
+    """Create the missing directories of the output files, and print their names.
+
+    Raises:
+        ValueError: If a name is known only when the job starts, or if a directory cannot be created.
+    """
+    for name in directories(job):
+        if not Path(name).is_dir():
+            try:
+                Path(name).mkdir(parents=True)
+            except OSError as error:
+                reason = f"cannot create the directory {name} for the output: {error.strerror}"
+                raise ValueError(f"{reason}; pass --output a file in another directory") from error
+            print_message(f"job {job.scheduler}", f"created the directory {name} for the output")
+
+
+def submit(job: JobSpec, script: str) -> str | None:
+    """Submit a script, the file of the job or else its text, and print its ID; return None after an error.
+
+    The messages of the scheduler's command go to standard error.
+    """
+    command, queue = f"job {job.scheduler}", QUEUES[job.scheduler]
+    words = [*queue.submit, *([job.file] if job.file and queue.takes_file else [])]
+    try:
+        done = subprocess.run(words, input=script.encode(), stdout=subprocess.PIPE, check=False)
+    except FileNotFoundError:
+        failed(
+            command,
+            f"no {words[0]} in PATH: submit on a host of {job.system.title}, or write the script with -o FILE, and "
+            f"submit it there",
+        )
+        return None
+    except KeyboardInterrupt:
+        failed(command, f"interrupted while {words[0]} ran; check with `{queue.list_jobs}` whether there is a job")
+        return None
+    output = done.stdout.decode(errors="replace")
+    job_id = queue.job_id(output)
+    if done.returncode or job_id is None:
+        sys.stderr.write(output)
+        reason = f"exited with status {done.returncode}" if done.returncode else "printed no ID of a job"
+        remedy = "correct what it reports" if done.returncode else f"check with `{queue.list_jobs}`"
+        failed(command, f"{words[0]} {reason}; {remedy}, and run this command again")
+        return None
+    print(job_id, flush=True)
+    return job_id
+
+
+def wait(job: JobSpec, job_id: str, *, follows: bool) -> int:
+    """Wait until a job has ended, and return its exit status; after Ctrl-C the job continues.
+
+    Args:
+        follows: Whether to print its output file meanwhile.
+    """
+    queue, command = QUEUES[job.scheduler], f"job {job.scheduler}"
+    cancellation = f"cancel it with: {queue.cancellation(job_id)}"
+    output = _OutputFile([Path(name).absolute() for name in queue.output_files(job, job_id)])
+    follow: Callable[[], None] = output.print_new if follows else _nothing
+    print_message(command, f"waiting for job {job_id}; {cancellation}")
+    if follows and queue.late_output:
+        print_message(command, queue.late_output)
+    try:
+        state = _wait_for_end(queue, job_id, output, follow, lambda text: print_message(command, text))
+        if state is None:
+            return failed(command, f"{job.system.title} has not answered for 10 minutes; job {job_id} may still run")
+        if follows:
+            output.print_rest()
+    except KeyboardInterrupt:
+        print_message(command, f"interrupted; job {job_id} continues; {cancellation}")
+        return _INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes its buffer at exit
+        print_message(command, f"nothing reads the output; job {job_id} continues; {cancellation}")
+        return FAILED
+    print_message(command, _result(job, job_id, state, output))
+    return state.exit_status
+
+
+class _OutputFile:
+    """The output file of a job, which appears after its start."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._file: BinaryIO | None = None
+
+    def set_path(self, name: str) -> None:
+        """Set the path that the scheduler reports."""
+        self._paths = [Path(name).absolute()]
+
+    @property
+    def path(self) -> Path | None:
+        """The path of the existing file, or the only possible one."""
+        existing = [path for path in self._paths if path.is_file()]
+        return existing[0] if existing else self._paths[0] if self._paths else None
+
+    def print_new(self) -> None:
+        """Print what the job has written since the last call, from the beginning of the file."""
+        if self._file is None and self.path is not None:
+            with contextlib.suppress(OSError):
+                self._file = self.path.open("rb")
+        if self._file is None:
+            return
+        if os.fstat(self._file.fileno()).st_size < self._file.tell():
+            self._file.seek(0)  # the job has started again, and truncated its file
+        while data := self._file.read(_CHUNK_BYTES):
+            sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    def print_rest(self) -> None:
+        """Print the rest after the end of the job; the file may appear late."""
+        deadline = time.monotonic() + _LATE_SECONDS
+        self.print_new()
+        while self._file is None and self._paths and time.monotonic() < deadline:
+            time.sleep(_FOLLOW_SECONDS)
+            self.print_new()
+        time.sleep(_FOLLOW_SECONDS)
+        self.print_new()
+
+
+def _wait_for_end(
+    queue: SchedulerQueue, job_id: str, output: _OutputFile, follow: Callable[[], None], report: Callable[[str], None]
+) -> QueueState | None:
+    """Return the last state of a job; None if the scheduler does not answer."""
+    shown, answered, unknown, pause, next_query = "", time.monotonic(), 0, _FIRST_SECONDS, 0.0
+    while True:
+        if time.monotonic() >= next_query:
+            state = _query(queue, job_id)
+            next_query, pause = time.monotonic() + pause, min(1.5 * pause, _LONGEST_SECONDS)
+            unknown = unknown + 1 if state and state.outcome == "unknown" else 0
+            if state and state.output:
+                output.set_path(state.output)
+            if state and not unknown and state.name != shown:
+                shown = state.name
+                report(f"job {job_id}: {shown}")
+            if state:
+                answered = time.monotonic()
+            if state and state.outcome and (not unknown or unknown >= _UNKNOWN_QUERIES):
+                return state
+            if time.monotonic() - answered > _NO_ANSWER_SECONDS:
+                return None
+        follow()
+        time.sleep(_FOLLOW_SECONDS)
+
+
+def _query(queue: SchedulerQueue, job_id: str) -> QueueState | None:
+    """Return the state of a job; its outcome is unknown if no query knows the job. None without an answer."""
+    state = None
+    for words in queue.queries(job_id):
+        answer = queue.state(queries.output_of(words, with_errors=True))
+        if answer and answer.outcome != "unknown":
+            return answer
+        state = state or answer
+    return state
+
+
+def _result(job: JobSpec, job_id: str, state: QueueState, output: _OutputFile) -> str:
+    """Return the sentence about the end of a job."""
+    place = f"its output is in {output.path}" if output.path else "its output is where the script directs it"
+    if output.path and not output.path.is_file():
+        place = f"its output file {output.path} does not exist, or is not visible on this host"
+    status = "" if state.status is None else f", exit status {state.status}"
+    if state.outcome == "completed":
+        return f"job {job_id} has completed; {place}"
+    if state.outcome == "unknown":
+        return f"{job.system.title} no longer knows job {job_id}: it has ended, with an unknown status; {place}"
+    if state.outcome == "time limit":
+        return f"job {job_id} has exceeded its time limit ({state.name}{status}); {place}. Request more with --time"
+    if state.status == 85 and job.requeue and job.scheduler != "slurm":
+        return f"job {job_id} has exited before its time limit, and its script submits the next job; {place}"
+    ending = "was cancelled" if state.outcome == "cancelled" else "has failed"
+    return f"job {job_id} {ending} ({state.name}{status}); {place}"
+
+
+def _nothing() -> None:
+    pass
