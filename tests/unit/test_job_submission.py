@@ -145,7 +145,7 @@ def _stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
     return made
 
 
-def say(text: str) -> str:
+def printing(text: str) -> str:
     return f"printf %s {shlex.quote(text)}"
 
 
@@ -168,13 +168,13 @@ def test_a_job_is_submitted_and_followed(
         words = [answer.split() for answer in answers]
         answers = [slurm(state, code).replace(SLURM_FILE, str(log)) for state, code in words]
     answers = [answer.replace(PBS_FILE[:21] + "\n\t" + PBS_FILE[21:], str(log)) for answer in answers]
-    submission = f"[ -p /dev/stdin -o $# -gt 1 ] && cat >{stand_ins.bin}/stdin; {say(shown)}"
+    submission = f"[ -p /dev/stdin -o $# -gt 1 ] && cat >{stand_ins.bin}/stdin; {printing(shown)}"
     lines = [
-        say(answers[0]),
+        printing(answers[0]),
         "exit 1",  # the scheduler does not answer once
-        f"{say(answers[1])}; printf 'a\\nb' >{log}",
-        f"{say(answers[1])}; printf 'c\\xff\\n' >>{log}",
-        f"{say(answers[2])}; printf 'end\\n' >>{log}",
+        f"{printing(answers[1])}; printf 'a\\nb' >{log}",
+        f"{printing(answers[1])}; printf 'c\\xff\\n' >>{log}",
+        f"{printing(answers[2])}; printf 'end\\n' >>{log}",
     ]
     stand_ins.add(submitter, *([submission, *lines] if query == submitter else [submission]))
     if query != submitter:
@@ -201,7 +201,9 @@ def test_a_job_is_submitted_and_followed(
 
 def test_interrupting_the_command_leaves_the_job(stand_ins: StandIns) -> None:
     stand_ins.add("sbatch", "echo 3")
-    stand_ins.add("scontrol", say(slurm("RUNNING", "0:0")), f"kill -INT $PPID; {say(slurm('RUNNING', '0:0'))}")
+    stand_ins.add(
+        "scontrol", printing(slurm("RUNNING", "0:0")), f"kill -INT $PPID; {printing(slurm('RUNNING', '0:0'))}"
+    )
     words = [sys.executable, "-m", "mpicomm", "job", "slurm", "--submit", "--wait", "--", "python", "train.py"]
     outcome = run_command(words, env=stand_ins.env)
     assert (outcome.status, outcome.stdout) == (130, "3\n"), outcome
@@ -212,7 +214,7 @@ def test_a_closed_pipe_leaves_the_job(stand_ins: StandIns) -> None:
     stand_ins.add("sbatch", "echo 3")
     log = Path("log").absolute()
     running = slurm("RUNNING", "0:0").replace(SLURM_FILE, str(log))
-    stand_ins.add("scontrol", f"{say(running)}; seq 100000 >>{log}")
+    stand_ins.add("scontrol", f"{printing(running)}; seq 100000 >>{log}")
     command = (
         f"{sys.executable} -m mpicomm job slurm --submit --tail -- python train.py | head -n 2; echo ${{PIPESTATUS[0]}}"
     )
@@ -238,7 +240,7 @@ def test_a_job_that_the_scheduler_forgets(stand_ins: StandIns, capfd: pytest.Cap
         "echo qstat: PBS is not configured to maintain job history",
         "echo qstat: Unknown Job Id 12.pbs",
     )
-    stand_ins.add("qstat", no_history, unknown, no_history, say(pbs("R")), *[no_history, unknown] * 3, "exit 1")
+    stand_ins.add("qstat", no_history, unknown, no_history, printing(pbs("R")), *[no_history, unknown] * 3, "exit 1")
     assert main(["job", "pbs", "--submit", "--wait", "--", "python", "train.py"]) == 1
     error = capfd.readouterr().err
     assert "job 12.pbs: running\n" in error
@@ -249,7 +251,7 @@ def test_the_commands_of_the_document(stand_ins: StandIns, capfd: pytest.Capture
     stand_ins.add("sbatch", "echo 12345", "echo 12346")
     log = Path("train-12345.out").absolute()
     states = [slurm("PENDING", "0:0", "Priority"), slurm("RUNNING", "0:0"), slurm("COMPLETED", "0:0")]
-    first, *others = [say(state.replace(SLURM_FILE, str(log))) for state in states]
+    first, *others = [printing(state.replace(SLURM_FILE, str(log))) for state in states]
     stand_ins.add("scontrol", f"{first}; echo epoch 1, loss 0.52 >>{log}", *others)
     sections = documents.read(LAUNCHING).sections
     consoles = next(section.consoles() for section in sections if section.title == "Submitting jobs")
@@ -283,7 +285,7 @@ def test_a_failed_submission(
     text: str, status: int, message: str, stand_ins: StandIns, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stream = ">&2" if status else ""
-    stand_ins.add("sbatch", f"{say(text + chr(10))} {stream}; exit {status}")
+    stand_ins.add("sbatch", f"{printing(text + chr(10))} {stream}; exit {status}")
     assert main(["job", "slurm", "--submit", "--wait", "--", "python", "train.py"]) == 2
     output = capfd.readouterr()
     assert output.out == ""
