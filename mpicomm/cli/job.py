@@ -33,8 +33,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "job",
-        help="print a job script",
-        description="Print a script with which a scheduler runs a program on many ranks.",
+        help="print or submit a job script",
+        description="Print or submit a script with which a scheduler runs a program on many ranks.",
     )
     schedulers = parser.add_subparsers(
         title="schedulers", metavar="SCHEDULER", dest="scheduler", required=True, parser_class=_Parser
@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     for scheduler, system in SCHEDULERS.items():
         torchrun = "With `-- torchrun train.py`, torchrun starts the ranks of each node."
-        add(scheduler, JobSpec, f"print a script for {system.title}", f"Print a job script. {torchrun}")
+        add(scheduler, JobSpec, f"print a script for {system.title}", f"Print or submit a job script. {torchrun}")
     operators = "Print the manifest of a job for the MPI operator or Kubeflow Trainer."
     add("kubernetes", KubernetesJob, "print a manifest for kubectl", operators)
 

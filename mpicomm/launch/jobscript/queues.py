@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
+import signal
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import ClassVar, Literal
@@ -121,9 +122,9 @@ class _SlurmQueue(SchedulerQueue):
         name = state[1] if state[2] == "None" else f"{state[1]} ({state[2]})"
         return self._state(state[1], name, code[1], code[2], file[1] if file and "%" not in file[1] else None)
 
-    def _state(self, state: str, name: str, status: str, signal: str, output: str | None) -> QueueState:
+    def _state(self, state: str, name: str, status: str, number: str, output: str | None) -> QueueState:
         outcome = self._ENDED.get(state)
-        code = int(status) or (128 + int(signal) if int(signal) else 0)
+        code = int(status) or (128 + int(number) if int(number) else 0)
         is_known = outcome == "completed" or (outcome is not None and code != 0)  # 0:0 before the script has ended
         return QueueState(name, outcome, code if is_known else None, output)
 
@@ -142,7 +143,7 @@ class _PbsQueue(SchedulerQueue):
     placeholders = r"\^"
     late_output = "PBS copies the output file at the end of the job; with --directive '-k doe' the job writes it"
     _NAMES: ClassVar = {"Q": "queued", "H": "held", "W": "waiting", "R": "running", "E": "exiting", "S": "suspended"}
-    _WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME of OpenPBS
+    _WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME of OpenPBS, whatever the script returned
     _SIGNAL = 256  # added to the number of the signal that ended the script
 
     def queries(self, job_id: str) -> list[list[str]]:
@@ -172,7 +173,9 @@ class _PbsQueue(SchedulerQueue):
         if code < 0:
             return QueueState(f"ended by PBS, Exit_status {code}", "failed")
         if code > self._SIGNAL:
-            return QueueState(f"ended by signal {code - self._SIGNAL}", "failed", 128 + code - self._SIGNAL)
+            number = code - self._SIGNAL
+            outcome: Outcome = "cancelled" if number == signal.SIGTERM else "failed"  # by qdel; OpenPBS 23.06
+            return QueueState(f"ended by signal {number}", outcome, 128 + number)
         return QueueState("finished", "failed" if code else "completed", code)
 
     def output_files(self, job: JobSpec, job_id: str) -> list[str]:  # noqa: ARG002
