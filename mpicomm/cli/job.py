@@ -81,11 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     for sentence in advice(spec) if isinstance(spec, JobSpec) else ():
         print_message(command, sentence)
     if arguments.submit and isinstance(spec, JobSpec):
-        job_id = job_submission.submit(spec, text)
-        if job_id is None:
-            return FAILED
         waits = arguments.wait or arguments.tail
-        return job_submission.wait(spec, job_id, follows=arguments.tail) if waits else 0
+        return job_submission.run(spec, text, waits=waits, follows=arguments.tail)
     if spec.file is None:
         print(text, end="")
     else:

@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 from mpicomm.cli.console import FAILED, failed, print_message
 from mpicomm.launch import queries
@@ -23,6 +23,7 @@ _NO_ANSWER_SECONDS = 600.0  # a scheduler that restarts answers within minutes
 _UNKNOWN_QUERIES = 3  # before a job counts as unknown: some schedulers list a new job with a delay
 _LATE_SECONDS = 10.0  # for the output to arrive after the end of the job: PBS and LSF copy it, NFS shows it late
 _CHUNK_BYTES = 1 << 20
+_Version: TypeAlias = tuple[int, int, int] | None
 
 
 def create_directories(job: JobSpec) -> None:
@@ -41,8 +42,23 @@ def create_directories(job: JobSpec) -> None:
             print_message(f"job {job.scheduler}", f"created the directory {name} for the output")
 
 
-def submit(job: JobSpec, script: str) -> str | None:
-    """Submit a script, the file of the job or else its text, and print its ID; return None after an error.
+def run(job: JobSpec, script: str, *, waits: bool, follows: bool) -> int:
+    """Submit a job, print its ID, and return the exit status.
+
+    Args:
+        script: The text of the script, which is also in the file of the job if it has one.
+        waits: Whether to wait until the job has ended, and to return its status.
+        follows: Whether to print its output file meanwhile.
+    """
+    earlier = {path: _version(path) for path in [Path(job.output).absolute()]} if job.output else {}
+    job_id = _submit(job, script)
+    if job_id is None:
+        return FAILED
+    return _wait(job, job_id, earlier, follows=follows) if waits else 0
+
+
+def _submit(job: JobSpec, script: str) -> str | None:
+    """Submit a script and print the ID of the job; return None after an error.
 
     The messages of the scheduler's command go to standard error.
     """
@@ -50,7 +66,7 @@ def submit(job: JobSpec, script: str) -> str | None:
     words = [*queue.submit, *([job.file] if job.file and queue.takes_file else [])]
     try:
         done = subprocess.run(words, input=script.encode(), stdout=subprocess.PIPE, check=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         failed(
             command,
             f"no {words[0]} in PATH: submit on a host of {job.system.title}, or write the script with -o FILE, and "
@@ -72,15 +88,12 @@ def submit(job: JobSpec, script: str) -> str | None:
     return job_id
 
 
-def wait(job: JobSpec, job_id: str, *, follows: bool) -> int:
-    """Wait until a job has ended, and return its exit status; after Ctrl-C the job continues.
-
-    Args:
-        follows: Whether to print its output file meanwhile.
-    """
+def _wait(job: JobSpec, job_id: str, earlier: Mapping[Path, _Version], *, follows: bool) -> int:
+    """Wait until a job has ended, and return its exit status; after Ctrl-C the job continues."""
     queue, command = QUEUES[job.scheduler], f"job {job.scheduler}"
     cancellation = f"cancel it with: {queue.cancellation(job_id)}"
-    output = _OutputFile([Path(name).absolute() for name in queue.output_files(job, job_id)])
+    paths = [Path(name).absolute() for name in queue.output_files(job, job_id)]
+    output = _OutputFile(paths, earlier, appends=queue.appends_output or job.requeue)
     follow: Callable[[], None] = output.print_new if follows else _nothing
     print_message(command, f"waiting for job {job_id}; {cancellation}")
     if follows and queue.late_output:
@@ -103,10 +116,12 @@ def wait(job: JobSpec, job_id: str, *, follows: bool) -> int:
 
 
 class _OutputFile:
-    """The output file of a job, which appears after its start."""
+    """The output file of a job, which appears, or replaces that of an earlier job, after its start."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], earlier: Mapping[Path, _Version], *, appends: bool) -> None:
         self._paths = paths
+        self._earlier = earlier
+        self._appends = appends
         self._file: BinaryIO | None = None
 
     def set_path(self, name: str) -> None:
@@ -121,9 +136,8 @@ class _OutputFile:
 
     def print_new(self) -> None:
         """Print what the job has written since the last call, from the beginning of the file."""
-        if self._file is None and self.path is not None:
-            with contextlib.suppress(OSError):
-                self._file = self.path.open("rb")
+        if self._file is None:
+            self._open()
         if self._file is None:
             return
         if os.fstat(self._file.fileno()).st_size < self._file.tell():
@@ -131,6 +145,16 @@ class _OutputFile:
         while data := self._file.read(_CHUNK_BYTES):
             sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
+
+    def _open(self) -> None:
+        """Open the file, unless it is still that of an earlier job."""
+        version = None if self.path is None else _version(self.path)
+        if self.path is None or version is None or version == self._earlier.get(self.path):
+            return
+        with contextlib.suppress(OSError):
+            self._file = self.path.open("rb")
+            if self._appends and (old := self._earlier.get(self.path)):
+                self._file.seek(old[1])
 
     def print_rest(self) -> None:
         """Print the rest after the end of the job; the file may appear late."""
@@ -141,6 +165,14 @@ class _OutputFile:
             self.print_new()
         time.sleep(_FOLLOW_SECONDS)
         self.print_new()
+
+
+def _version(path: Path) -> _Version:
+    """Return the inode, the size and the time of a file, which change when a job writes it; None without it."""
+    with contextlib.suppress(OSError):
+        state = path.stat()
+        return state.st_ino, state.st_size, state.st_mtime_ns
+    return None
 
 
 def _wait_for_end(

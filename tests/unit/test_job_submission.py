@@ -200,6 +200,26 @@ def test_a_job_is_submitted_and_followed(
     assert "    python train.py\n" in text.read_text()
 
 
+@pytest.mark.parametrize("scheduler", ["slurm", "lsf"])
+def test_the_output_of_an_earlier_job_is_not_printed(
+    scheduler: str, stand_ins: StandIns, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = Path("train.out").absolute()
+    log.write_text("old\n")
+    if scheduler == "slurm":
+        stand_ins.add("sbatch", "echo 3")
+        before, after = (
+            slurm(*state).replace(SLURM_FILE, str(log)) for state in (("RUNNING", "0:0"), ("COMPLETED", "0:0"))
+        )
+        stand_ins.add("scontrol", printing(before), printing(before), f"{printing(after)}; echo new >{log}")
+    else:  # which appends
+        stand_ins.add("bsub", "echo 'Job <3> is submitted to queue <q>.'")
+        stand_ins.add("bjobs", "echo 'RUN|-|-'", "echo 'RUN|-|-'", f"echo 'DONE|-|-'; echo new >>{log}")
+    arguments = ["--submit", "--tail", "--output", "train.out", "--", "python", "train.py"]
+    assert main(["job", scheduler, *arguments]) == 0
+    assert capfd.readouterr().out == "3\nnew\n"
+
+
 def test_interrupting_the_command_leaves_the_job(stand_ins: StandIns) -> None:
     stand_ins.add("sbatch", "echo 3")
     stand_ins.add(

@@ -55,6 +55,8 @@ class SchedulerQueue(abc.ABC):
     """What the queries print about a job that the scheduler does not know."""
     placeholders: str
     """Matches a part of a file name that the scheduler replaces."""
+    appends_output: bool = False
+    """Whether a job appends to the output file of an earlier one."""
     late_output: str = ""
     """For users who follow the output: when it appears, if not at once, and how to change that."""
 
@@ -190,6 +192,7 @@ class _LsfQueue(SchedulerQueue):
     cancel = "bkill"
     unknown = "is not found"
     placeholders = "%"
+    appends_output = True
     late_output = "LSF copies the output file at the end of the job, unless LSB_STDOUT_DIRECT=Y is set here"
 
     def queries(self, job_id: str) -> list[list[str]]:
