@@ -1,4 +1,4 @@
-"""Compares ratios with the targets in docs/performance.md: `python -m benchmarks.ratios --json F`.
+"""Compares ratios with the targets in benchmarks/README.md: `python -m benchmarks.ratios --json F`.
 
 Each ratio compares figures that were measured in alternating rounds of one run, with two ranks on this host or starts
 of four. Every command runs several times, and the fastest time of each case counts: on a virtual machine, a whole job

@@ -3,7 +3,7 @@
 A call qualifies if its tensors are plain: dense, on the CPU, and of a common dtype. If it does not qualify, the method
 returns None without side effects, and the operation takes the general path, which prepares such tensors. Both paths run
 the same methods of `DenseCollectives`, so that a rank may take one path while another rank takes the other.
-docs/performance.md breaks down the time of a call in microseconds.
+benchmarks/README.md breaks down the time of a call in microseconds.
 """
 
 from __future__ import annotations

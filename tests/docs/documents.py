@@ -22,13 +22,14 @@ from pathlib import Path
 
 from tests.launching import ROOT
 
-GUIDE = ROOT / "docs" / "guide.md"
-SHARP_BITS = ROOT / "docs" / "sharp-bits.md"
-REFERENCE = ROOT / "docs" / "reference.md"
-LAUNCHING = ROOT / "docs" / "launching.md"
-CALLBACKS = ROOT / "docs" / "callbacks.md"
-COMING_FROM = ROOT / "docs" / "coming-from.md"
-DOCUMENTS = (GUIDE, SHARP_BITS, CALLBACKS, COMING_FROM)
+DOCS = ROOT / "docs"
+TUTORIAL = tuple(
+    DOCS / f"{name}.md" for name in ("first-job", "messages-and-collectives", "training", "cluster", "when-it-fails")
+)
+LIMITATIONS = DOCS / "limitations.md"
+REFERENCE = DOCS / "reference.md"
+LAUNCHING = DOCS / "launching.md"
+DOCUMENTS = (*TUTORIAL, DOCS / "coming-from.md", DOCS / "trainer.md", DOCS / "callbacks.md", LIMITATIONS)
 
 RANKS = 2  # the default for a section without the comment
 _FENCE = re.compile(r"^```(\w*)$")

@@ -24,6 +24,7 @@ DOCUMENTS = (
     ROOT / "docs" / "horovod.md",
     ROOT / "docs" / "tools.md",
     ROOT / "docs" / "reference.md",
+    ROOT / "benchmarks" / "README.md",
 )
 _RESULTS = ROOT / "docs" / "results"
 _PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)

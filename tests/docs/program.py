@@ -1,4 +1,4 @@
-"""Runs a document's snippets: `mpirun -n 2 python -m tests.docs.program docs/guide.md`.
+"""Runs a document's snippets: `mpirun -n 2 python -m tests.docs.program docs/limitations.md`.
 
 Each rank runs the sections for the number of ranks of the job and for the value of MPICOMM_DEBUG. Each section has its
 own namespace; all run in the same job. Tracebacks name the document and its lines.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs import documents
-from tests.docs.documents import DOCUMENTS, Command
+from tests.docs.documents import DOCUMENTS, LIMITATIONS, Command
 from tests.examples.test_examples import form
 from tests.launching import PROGRAMS, Outcome, run_command, run_ranks
 
@@ -29,8 +29,9 @@ def jobs() -> list[object]:
     """Return the combinations of document, number of ranks and debug mode of all sections."""
     sections = [(name, each) for name, document in READ.items() for each in document.sections if each.snippets()]
     ways = {(name, each.ranks, each.in_debug_mode) for name, each in sections}
-    # sharp-bits.md shows the behaviour of the MPI library.
-    return [pytest.param(*way, marks=pytest.mark.each_mpi if way[0] == "sharp-bits.md" else ()) for way in sorted(ways)]
+    # limitations.md shows the behaviour of the MPI library.
+    each_mpi = {LIMITATIONS.name: pytest.mark.each_mpi}
+    return [pytest.param(*way, marks=each_mpi.get(way[0], ())) for way in sorted(ways)]
 
 
 @pytest.mark.parametrize(("name", "ranks", "in_debug_mode"), jobs())

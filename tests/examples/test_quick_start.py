@@ -22,6 +22,7 @@ COMMANDS = [
     if section.title == "Quick start"
     for console in section.consoles()
     for command in console
+    if command.mark != "elsewhere"
 ]
 SHOWN = next(block.text for block in README.sections[0].blocks if block.language == "text")
 FIRST = "mpicomm run -n 2 train.py"

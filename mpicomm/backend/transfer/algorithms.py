@@ -1,6 +1,6 @@
 """The algorithms of collectives: the sizes from which each is used, and their selection for a group.
 
-The sizes were measured (docs/performance.md) and are constant: the bits of a program's results must not depend on how
+The sizes were measured (benchmarks/README.md) and are constant: the bits of a program's results must not depend on how
 fast the machine was at startup. The selection depends on values that are equal on all ranks: operation, size, dtype and
 reduction. Shared memory is opened at its first use.
 """
