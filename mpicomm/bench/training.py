@@ -37,9 +37,10 @@ class ModelRow:
     data_ms: float
     """Loading a batch."""
     compute_ms: float
-    """Forward pass, backward pass and optimizer on a single rank."""
+    """Forward pass, backward pass and optimizer of the model on each rank alone, but not more than the step, which can
+    be shorter: with FSDP2, a rank updates only its part of the parameters."""
     communication_ms: float
-    """The remainder: communication that is not hidden."""
+    """The remainder of the step: communication that is not hidden."""
 
 
 def measure(
@@ -64,10 +65,11 @@ def _rows(
     calls = {_DATA: lambda: next(batches), _COMPUTE: _step(alone, batches)}
     calls |= {name: _step(_spread(_make(model, device), strategy, group), batches) for name, group in groups.items()}
     times = timing.in_turn(bench, calls)
-    data = times[_DATA].least / 1e3
-    compute = max(0.0, times[_COMPUTE].least / 1e3 - data)
+    loading, alone_step = times[_DATA].least / 1e3, times[_COMPUTE].least / 1e3
     for name in groups:
         whole = times[name].least / 1e3
+        data = min(loading, whole)
+        compute = min(max(0.0, alone_step - loading), whole - data)
         yield ModelRow(
             model=model,
             parameters=sum(parameter.numel() for parameter in alone.parameters()),
@@ -77,7 +79,7 @@ def _rows(
             ms_median=round(times[name].median / 1e3, 4),
             data_ms=round(data, 4),
             compute_ms=round(compute, 4),
-            communication_ms=round(max(0.0, whole - compute - data), 4),
+            communication_ms=round(whole - data - compute, 4),
         )
 
 
