@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm import mpi
+from mpicomm import mpi, terminal
 from mpicomm.backend.transfer import dtypes
 from mpicomm.bench import known_inputs
 
@@ -42,6 +42,9 @@ class Case:
     """Whether the operation runs in place: the send and the receive buffer share memory."""
     rank: int
     size: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, {dtypes.short(self.dtype)}, {terminal.format_size(self.nbytes)}"
 
 
 @dataclasses.dataclass(frozen=True)

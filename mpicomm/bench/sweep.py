@@ -43,7 +43,10 @@ class SweepRow:
     us: float
     """Latency on the slowest rank: the mean of the fastest round."""
     us_median: float
+    """The mean of the median round."""
+    us_p50: float | None
     us_p99: float | None
+    """Percentiles of the calls of all rounds; None if single calls are not timed."""
     algbw: float
     """Algorithm bandwidth: the size divided by the latency, in GB/s."""
     busbw: float
@@ -106,7 +109,7 @@ def measure(
     for case in each_case:
         operation, why = _allocated(case)
         if reasons := [reason for reason in bench.gather(why) if reason]:
-            results.refusals[f"{case.name}, {dtypes.short(case.dtype)}, {case.nbytes} B"] = str(reasons[0])
+            results.refusals[str(case)] = str(reasons[0])
         elif operation is not None:
             _measure(operation, backends, bench, results, asynchronous=asynchronous, rewrites=rewrites)
     return results
@@ -197,7 +200,8 @@ def _waiting(start: Callable[[], Any]) -> Call:
 
 
 def _row(operation: MeasuredOperation, backend: str, times: timing.Times, wrong: int, hidden: float | None) -> SweepRow:
-    us = times.least / operation.kind.repeats
+    repeats = operation.kind.repeats
+    us = times.least / repeats
     algbw = operation.nbytes / us / 1e3
     return SweepRow(
         operation=operation.case.name,
@@ -207,8 +211,9 @@ def _row(operation: MeasuredOperation, backend: str, times: timing.Times, wrong:
         count=operation.count,
         backend=backend,
         us=round(us, 3),
-        us_median=round(times.median / operation.kind.repeats, 3),
-        us_p99=None if times.p99 is None else round(times.p99 / operation.kind.repeats, 3),
+        us_median=round(times.median / repeats, 3),
+        us_p50=None if times.p50 is None else round(times.p50 / repeats, 3),
+        us_p99=None if times.p99 is None else round(times.p99 / repeats, 3),
         algbw=float(f"{algbw:.4g}"),
         busbw=float(f"{algbw * operation.load:.4g}"),
         wrong=wrong,

@@ -52,8 +52,11 @@ class Times:
 
     rounds: tuple[float, ...]
     """Mean of each round."""
-    p99: float | None
-    """99th percentile of the calls of all rounds; None if calls return before the device completes."""
+    p50: float | None = None
+    """Median of the calls of all rounds; None if single calls are not timed."""
+    p99: float | None = None
+    """99th percentile of the same calls. It can be less than the means: if a call in a thousand is interrupted by the
+    system for milliseconds, these calls determine the means, but no percentile."""
 
     @property
     def least(self) -> float:
@@ -156,7 +159,10 @@ def _one_by_one(bench: Bench, call: Call, before: Call, number: int) -> numpy.nd
 
 def _of_all_ranks(bench: Bench, rounds: Sequence[numpy.ndarray], *, times_calls: bool) -> Times:
     means = [float(durations.mean()) for durations in rounds]
-    p99 = float(numpy.percentile(numpy.concatenate(rounds), 99))
-    gathered: list[tuple[list[float], float]] = bench.gather((means, p99))  # type: ignore[assignment]
-    slowest = [max(round_means) / 1e3 for round_means in zip(*[means for means, _ in gathered], strict=True)]
-    return Times(tuple(slowest), max(p99 for _, p99 in gathered) / 1e3 if times_calls else None)
+    percentiles = [float(value) for value in numpy.percentile(numpy.concatenate(rounds), (50, 99))]
+    gathered: list[tuple[list[float], list[float]]] = bench.gather((means, percentiles))  # type: ignore[assignment]
+    of_ranks, percentiles_of_ranks = zip(*gathered, strict=True)
+    slowest = tuple(max(round_means) / 1e3 for round_means in zip(*of_ranks, strict=True))
+    if not times_calls:
+        return Times(slowest)
+    return Times(slowest, *[max(values) / 1e3 for values in zip(*percentiles_of_ranks, strict=True)])

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mpicomm import terminal
 from mpicomm.cli import launching
 from mpicomm.cli.argument_types import among, check_writable, count, png
-from mpicomm.cli.console import FAILED, console, failed
+from mpicomm.cli.console import FAILED, console, failed, print_message
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import detect
 from mpicomm.launch.request import Request
@@ -91,7 +91,7 @@ def _measure_operations(
     types = [getattr(torch, name) for name in arguments.dtype]
     cases = sweep.cases(arguments.op, arguments.size, types, device, world)
     measured = sweep.measure(
-        _progress(world.rank, cases),
+        _progress(world.rank, cases, str),
         backends,
         bench,
         asynchronous=arguments.starts,
@@ -126,7 +126,7 @@ def _measure_steps(arguments: argparse.Namespace, world: World, names: list[str]
     groups = {name: compared_backends.group(name, world) for name in names}
     torch.set_num_threads(1)  # leave a core to communication in the background
     cases = list(itertools.product(arguments.model, arguments.strategy))
-    rows = training.measure(_progress(world.rank, cases), groups, bench, device)
+    rows = training.measure(_progress(world.rank, cases, ", ".join), groups, bench, device)
     return {"rows": [dataclasses.asdict(row) for row in rows]}
 
 
@@ -148,7 +148,7 @@ def _measure_decoding(arguments: argparse.Namespace, world: World, names: list[s
     torch.set_num_threads(1)  # of each rank, and of the process that decodes alone
     groups = {name: compared_backends.group(name, world) for name in names}
     reducers = {name: functools.partial(dist.all_reduce, group=group) for name, group in groups.items()}
-    models = _progress(world.rank, arguments.model)
+    models = _progress(world.rank, arguments.model, str)
     rows = [row for model in models for row in decode.measure(model, reducers, world, bench, device)]
     return {"tokens": decode.TOKENS, "rows": [dataclasses.asdict(row) for row in rows]}
 
@@ -286,7 +286,7 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
             return launching.execute(start, "bench").status
     except _ERRORS as error:
         return failed(benchmark.command, error)
-    from mpicomm.bench import compared_backends, timing
+    from mpicomm.bench import compared_backends, processor_use, timing
     from mpicomm.job.bootstrap import bootstrap
 
     with bootstrap() as world:
@@ -295,11 +295,18 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
         head = {"ranks": world.size, "nodes": world.num_nodes, "device": arguments.device, "rounds": arguments.rounds}
         try:
             names, device = compared_backends.select(arguments.backend, benchmark.backends, arguments.device, world)
+            start = processor_use.times_now()
             results = head | benchmark.measure(arguments, world, names, device, bench)
+            hosts = processor_use.since(start, bench, world)
         except LaunchError as error:  # the same on every rank
             return failed(benchmark.command, error) if world.rank == 0 else FAILED
         # 3. print and write the results
-        return _report(benchmark, arguments, results) if world.rank == 0 else 0
+        if world.rank > 0:
+            return 0
+        status = _report(benchmark, arguments, results | {"hosts": [dataclasses.asdict(host) for host in hosts]})
+        for warning in filter(None, (host.warning for host in hosts)):
+            print_message(benchmark.command, f"warning: {warning}")
+        return status
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
@@ -321,6 +328,8 @@ def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values
             print(f"{case}: {reason}")
         if "inputs" in results:
             print(f"inputs: {results['inputs']}")
+            if note := benchmarks.note_on_interrupted_calls(results["rows"]):
+                print(note)
         if arguments.json is not None:
             from mpicomm import job_info
 
@@ -335,7 +344,16 @@ def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values
     return 0
 
 
-def _progress(rank: int, cases: Sequence[T]) -> Iterator[T]:
-    """Yield the cases, and show a progress bar on rank 0's terminal."""
-    with Progress(console=console(sys.stderr), disable=rank != 0 or terminal.columns(sys.stderr) is None) as bar:
-        yield from bar.track(cases, description="measuring")
+def _progress(rank: int, cases: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:
+    """Yield the cases, and show a progress bar on rank 0's terminal.
+
+    The bar is drawn between the cases only: a thread that draws it would interrupt the measured calls.
+    """
+    is_shown = rank == 0 and terminal.columns(sys.stderr) is not None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console(sys.stderr), auto_refresh=False, disable=not is_shown) as bar:
+        task = bar.add_task("", total=len(cases))
+        for case in cases:
+            bar.update(task, description=describe(case), refresh=True)
+            yield case
+            bar.update(task, advance=1, refresh=True)

@@ -67,6 +67,17 @@ def decode_table(rows: Rows) -> Table:
         ["tokens/s", "median", "us/token", "reductions", "size", "wrong", "/ mpi"], cells)  # fmt: skip
 
 
+def note_on_interrupted_calls(rows: Rows) -> str | None:
+    """Return a note on rows whose mean exceeds the 99th percentile; None if there are none."""
+    above = sum(row["us_p99"] is not None and row["us"] > row["us_p99"] for row in rows)
+    if not above:
+        return None
+    return (
+        f"In {above} of {len(rows)} rows, the mean (us) exceeds p99: fewer than 1 % of the calls, which the system "
+        f"interrupted, took most of the time. p50 is the latency of the other calls."
+    )
+
+
 def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[Any, float]) -> Table:
     # 1. the columns
     backends = {row["backend"] for row in rows}
@@ -86,7 +97,7 @@ def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[A
         first = "" if row["nbytes"] == size else terminal.format_size(row["nbytes"])
         size = row["nbytes"]
         cells.append([first, *_cells(row), *[show(row) for show in shown.values()]])
-    table = _table(_title_of(kind), ["size", "backend"], ["us", "p99", "GB/s", "bus", "wrong", *shown], cells)
+    table = _table(_title_of(kind), ["size", "backend"], ["us", "p50", "p99", "GB/s", "bus", "wrong", *shown], cells)
     table.columns[0].justify = "right"
     return table
 
@@ -98,11 +109,13 @@ def _table(title: str, names: Sequence[str], metrics: Sequence[str], rows: Seque
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    p99 = _UNKNOWN if row["us_p99"] is None else _format_us(row["us_p99"])
-    return [row["backend"], _format_us(row["us"]), p99, f"{row['algbw']:.3g}", f"{row['busbw']:.3g}", str(row["wrong"])]
+    latencies = [_format_us(row[name]) for name in ("us", "us_p50", "us_p99")]
+    return [row["backend"], *latencies, *[f"{row[name]:.2f}" for name in ("algbw", "busbw")], str(row["wrong"])]
 
 
-def _format_us(us: float) -> str:
+def _format_us(us: float | None) -> str:
+    if us is None:
+        return _UNKNOWN
     return f"{us:.2f}" if us < 1000 else f"{us:.0f}"
 
 

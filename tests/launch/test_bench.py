@@ -52,11 +52,12 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     assert outcome.status == 0, outcome
     assert "broadcast, float32, in place" in outcome.stdout, outcome
     assert "inputs: rewritten before each call" in outcome.stdout, outcome
-    headings = ["size", "backend", "us", "p99", "GB/s", "bus", "wrong", "- mpi4py us", "/ mpi", "/ before"]
+    headings = ["size", "backend", "us", "p50", "p99", "GB/s", "bus", "wrong", "- mpi4py us", "/ mpi", "/ before"]
     shown = [re.split(r"  +", line.strip()) for line in outcome.stdout.splitlines() if "p99" in line]
     assert shown == [headings] * 2, "broken, or with escape codes"
     found = json.loads(files["json"].read_text())
     assert (found["ranks"], found["nodes"], found["refused"]) == (2, 1, {})
+    assert [host["ranks"] for host in found["hosts"]] == [2]
     assert [(row["operation"], row["nbytes"], row["backend"], row["wrong"]) for row in found["rows"]] == [
         (name, size, backend, 0)
         for name in ("all_reduce", "broadcast")
@@ -130,3 +131,4 @@ def test_steps_of_training(tmp_path: Path) -> None:
     for row in rows:
         assert min(row["ms"], row["data_ms"]) > 0, row
         assert min(row["compute_ms"], row["communication_ms"]) >= 0, row
+        assert row["data_ms"] + row["compute_ms"] + row["communication_ms"] == pytest.approx(row["ms"], abs=1e-3), row

@@ -11,7 +11,7 @@ from mpicomm.reports import benchmarks
 
 def row(backend: str, us: float, nbytes: int = 1024, **values: Any) -> dict[str, Any]:
     kind = {"operation": "all_reduce", "dtype": "float32", "in_place": True}
-    figures = {"us_p99": None, "algbw": us / 100, "busbw": us / 50, "wrong": 0, "overlap": None}
+    figures = {"us_p50": None, "us_p99": None, "algbw": us / 100, "busbw": us / 50, "wrong": 0, "overlap": None}
     return {**kind, "nbytes": nbytes, "backend": backend, "us": us, **figures, **values}
 
 
@@ -21,7 +21,12 @@ def cells(table: Table) -> dict[str, list[Any]]:
 
 
 def test_the_table_compares_with_mpicomm_with_mpi4py_and_with_before() -> None:
-    rows = [row("mpi", 10.0, us_p99=12.0), row("gloo", 40.0, wrong=3), row("mpi4py", 8.0), row("mpi", 2000.0, 2**20)]
+    rows = [
+        row("mpi", 10.0, us_p50=9.0, us_p99=12.0),
+        row("gloo", 40.0, wrong=3),
+        row("mpi4py", 8.0),
+        row("mpi", 2000.0, 2**20),
+    ]
     (table,) = benchmarks.operation_tables(
         rows, [row("mpi", 5.0), row("gloo", 80.0), row("mpi", 1.0, operation="reduce")]
     )
@@ -30,9 +35,10 @@ def test_the_table_compares_with_mpicomm_with_mpi4py_and_with_before() -> None:
         "size": ["1 KiB", "", "", "1 MiB"],
         "backend": ["mpi", "gloo", "mpi4py", "mpi"],
         "us": ["10.00", "40.00", "8.00", "2000"],
+        "p50": ["9.00", "-", "-", "-"],
         "p99": ["12.00", "-", "-", "-"],
-        "GB/s": ["0.1", "0.4", "0.08", "20"],
-        "bus": ["0.2", "0.8", "0.16", "40"],
+        "GB/s": ["0.10", "0.40", "0.08", "20.00"],
+        "bus": ["0.20", "0.80", "0.16", "40.00"],
         "wrong": ["0", "3", "0", "0"],
         "- mpi4py us": ["+2.0", "+32.0", "+0.0", "-"],
         "/ mpi": ["1.00", "4.00", "0.80", "1.00"],
@@ -45,6 +51,12 @@ def test_each_operation_has_a_table_of_its_own_with_the_overlap() -> None:
     tables = benchmarks.operation_tables(rows)
     assert [each.title for each in tables] == ["all_reduce, float32, in place", "all_reduce, float32, out of place"]
     assert [cells(each)["overlap"] for each in tables] == [["88 %"], ["3 %"]]
+
+
+def test_a_mean_above_the_99th_percentile_is_explained() -> None:
+    rows = [row("mpi", 23.7, us_p50=7.9, us_p99=20.0), row("gloo", 10.0, us_p50=9.0, us_p99=12.0), row("mpi4py", 8.0)]
+    assert str(benchmarks.note_on_interrupted_calls(rows)).startswith("In 1 of 3 rows, the mean (us) exceeds p99")
+    assert benchmarks.note_on_interrupted_calls(rows[1:]) is None
 
 
 def test_curves_of_latency_and_bus_bandwidth() -> None:

@@ -19,7 +19,8 @@ from benchmarks import gil, ratios, startup, startup_probe
 from benchmarks.ratios import Ratio
 from benchmarks.startup import Sample
 from mpicomm import host_info
-from mpicomm.bench import overlap, timing, training
+from mpicomm.bench import overlap, processor_use, timing, training
+from mpicomm.bench.processor_use import HostUse
 from mpicomm.bench.timing import Bench, Timed, Times
 from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import SlurmAllocation
@@ -63,13 +64,12 @@ def test_latency_is_the_fastest_round_of_the_slowest_rank(monkeypatch: pytest.Mo
     def gather(mine: Any) -> list[Any]:
         if isinstance(mine, float):
             return [mine, 3 * mine]
-        means, p99 = mine
-        return [mine, ([3 * each for each in means], 3 * p99)]  # the other rank takes three times as long
+        return [mine, tuple([3 * each for each in part] for part in mine)]  # the other rank takes three times as long
 
     bench = Bench(gather, lambda: None, lambda: None, rounds=3, seconds=1e-6)  # short enough for three calls per round
     warm_up = [1] * 6
     found = timing.in_turn(bench, {"call": clock.after(*warm_up, 9, 9, 9, 5, 5, 5, 7, 7, 7)})
-    assert found == {"call": Times(rounds=(27.0, 15.0, 21.0), p99=27.0)}
+    assert found == {"call": Times(rounds=(27.0, 15.0, 21.0), p50=21.0, p99=27.0)}
     assert (found["call"].least, found["call"].median) == (15.0, 21.0)
 
 
@@ -87,7 +87,7 @@ def test_time_before_calls_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
 
     bench = Bench(lambda mine: [mine], logged("barrier", 100), logged("settle", 1), rounds=1, seconds=1e-6)
     timed = Timed(logged("call", 10), logged("rewrite", 1000), logged("enter", 1000))
-    assert timing.in_turn(bench, {"call": timed})["call"] == Times(rounds=(11.0,), p99=11.0)
+    assert timing.in_turn(bench, {"call": timed})["call"] == Times(rounds=(11.0,), p50=11.0, p99=11.0)
     rounds = 3  # two of the calibration
     assert events == ["enter", *["rewrite", "settle", "barrier", "call", "settle"] * 3] * rounds
 
@@ -97,7 +97,7 @@ def test_without_times_of_single_calls_there_is_no_percentile(monkeypatch: pytes
     monkeypatch.setattr(timing, "time", clock)
     bench = dataclasses.replace(alone(), seconds=1e-6)
     call = clock.after(*[1] * 6, 2, 4, 9)
-    assert timing.in_turn(bench, {"call": call}, times_calls=False)["call"] == Times(rounds=(5.0, 9.0), p99=None)
+    assert timing.in_turn(bench, {"call": call}, times_calls=False)["call"] == Times(rounds=(5.0, 9.0))
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_the_computation_takes_as_long_as_the_operation(monkeypatch: pytest.Monk
 
 
 def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data take 1 ms, data and computation 5 ms, the whole step 9 ms with one backend and 4.99 ms with the other."""
-    us = {"data": 1000.0, "compute": 5000.0, "mpi": 9000.0, "none": 4990.0}
+    """Data take 1 ms, data and computation 5 ms, the whole step 9 ms with one backend and 4.5 ms with the other."""
+    us = {"data": 1000.0, "compute": 5000.0, "mpi": 9000.0, "none": 4500.0}
     monkeypatch.setattr(
         training.timing,
         "in_turn",
@@ -166,9 +166,45 @@ def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = training.measure([("small", "ddp")], {"mpi": None, "none": None}, alone(), torch.device("cpu"))
     assert [(row.backend, row.ms, row.ms_median, row.parameters) for row in rows] == [
         ("mpi", 9.0, 18.0, 2 * (128 * 128 + 128)),
-        ("none", 4.99, 9.98, 2 * (128 * 128 + 128)),
+        ("none", 4.5, 9.0, 2 * (128 * 128 + 128)),
     ]
-    assert [(row.data_ms, row.compute_ms, row.communication_ms) for row in rows] == [(1.0, 4.0, 4.0), (1.0, 4.0, 0.0)]
+    assert [(row.data_ms, row.compute_ms, row.communication_ms) for row in rows] == [(1.0, 4.0, 4.0), (1.0, 3.5, 0.0)]
+
+
+# -- the CPUs of the hosts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "others", "text"),
+    [
+        (2, 2.1, None),
+        (
+            2,
+            2.5,
+            "a is busy: during the measurement, other processes used 2.5 of its 4 CPUs, and 2 ranks ",
+        ),
+        (4, None, None),
+        (5, None, "5 ranks share the 4 CPUs of a"),
+    ],
+)
+def test_ranks_that_compete_for_cpus_are_reported(ranks: int, others: float | None, text: str | None) -> None:
+    warning = HostUse("a", ranks, 4, others).warning
+    assert warning is None if text is None else str(warning).startswith(text)
+
+
+def test_the_cpus_that_other_processes_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 10 s, all processes of a host use 18 s, of which its two ranks use 6 s each; the other host has no figures."""
+    stat = iter(["cpu  100 0 50 9 9 0 0 0 0 0\ncpu0 1", "cpu  1700 100 150 9 9 0 0 0 0 0\ncpu0 1"])
+    monkeypatch.setattr(processor_use.host_info, "read", lambda _: next(stat))
+    monkeypatch.setattr(processor_use.os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(processor_use.time, "monotonic", iter([1.0, 11.0]).__next__)
+    monkeypatch.setattr(processor_use.time, "process_time", iter([3.0, 9.0]).__next__)
+    monkeypatch.setattr(processor_use.os, "cpu_count", lambda: 4)
+    unknown = processor_use.ProcessorTimes(0.0, None, 0.0)
+    bench = dataclasses.replace(alone(), gather=lambda mine: [mine, mine, (unknown, unknown, 8)])
+    world: Any = types.SimpleNamespace(nodes=(0, 0, 1), hosts=("a", "a", "b"))
+    hosts = processor_use.since(processor_use.times_now(), bench, world)
+    assert hosts == [HostUse("a", 2, 4, pytest.approx(0.6)), HostUse("b", 1, 8, None)]
 
 
 # -- startup times -------------------------------------------------------------------------------------------------
