@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -176,31 +177,45 @@ def _waits_in_collectives(dumps: Sequence[RankDump]) -> list[RankWait]:
         ranks = rank_text.parse_ranges(members) if members else range(dumps[0].size)
         others = [rank for rank in ranks if rank not in by_rank and last[group, members, rank] < sequence]
         absent = {rank: _NOT_ARRIVED if rank in dumped else _NO_FILE for rank in others}
-        collected += [wait for operation in by_rank.values() if (wait := _wait(operation, by_rank, absent)) is not None]
+        newest = heapq.nlargest(2, by_rank.values(), key=_arrival)
+        waits_or_none = (_wait(operation, by_rank, newest, absent) for operation in by_rank.values())
+        collected += [wait for wait in waits_or_none if wait is not None]
     return collected
 
 
-def _wait(operation: DumpedOperation, by_rank: dict[int, DumpedOperation], absent: dict[int, str]) -> RankWait | None:
+def _wait(
+    operation: DumpedOperation,
+    by_rank: dict[int, DumpedOperation],
+    newest: Sequence[DumpedOperation],
+    absent: dict[int, str],
+) -> RankWait | None:
+    """Return the wait of a rank in a collective, if any.
+
+    Args:
+        operation: The rank's call.
+        by_rank: The calls of all ranks.
+        newest: The last two of these calls, of which at least one is that of another rank.
+        absent: The ranks that have not called it, with the reason.
+    """
     if operation.start is None:
         return None
     # 1. the ranks whose call this rank needs
     name, root = operation.fields["name"], operation.fields["peer"]
-    needs = by_rank.keys() | absent.keys()
-    if name in _FROM_ROOT:
-        needs = {root}
-    elif name in _TO_ROOT and operation.rank != root:
+    if name in _TO_ROOT and operation.rank != root:
         return None
+    needs_root_only = name in _FROM_ROOT
     # 2. those that have not called it
     if not operation.is_over:
         for reason in (_NOT_ARRIVED, _NO_FILE):
-            if missing := sorted(rank for rank in needs if absent.get(rank) == reason):
+            needed = {root: absent.get(root)} if needs_root_only else absent
+            if missing := sorted(rank for rank in needed if needed[rank] == reason):
                 return RankWait(operation, operation.start, missing, operation.end, reason)
     # 3. the last one that has
-    arrivals = {rank: _arrival(by_rank[rank]) for rank in needs if rank in by_rank and rank != operation.rank}
-    rank = max(arrivals, key=lambda other: arrivals[other], default=None)
-    if rank is None or arrivals[rank] <= operation.start:
+    calls = [by_rank[root]] if needs_root_only and root in by_rank else [] if needs_root_only else newest
+    last = next((call for call in calls if call.rank != operation.rank), None)
+    if last is None or _arrival(last) <= operation.start:
         return None
-    return RankWait(operation, operation.start, [rank], min(arrivals[rank], operation.end))
+    return RankWait(operation, operation.start, [last.rank], min(_arrival(last), operation.end))
 
 
 def _arrival(operation: DumpedOperation) -> float:
@@ -228,6 +243,50 @@ def _waits_for_messages(dumps: Sequence[RankDump]) -> list[RankWait]:
     return collected
 
 
+def name_wait(wait: RankWait) -> str:
+    """Return `wait for rank 2`, with the reason of a wait that has not ended."""
+    others = rank_text.name_ranks(wait.ranks)
+    return f"wait for {others}, {wait.reason}" if wait.reason else f"wait for {others}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Straggler:
+    """The rank for which the other ranks waited longest."""
+
+    rank: int
+    seconds: float
+    """The sum of their waits."""
+
+    waits: int
+
+
+def find_straggler(all_waits: Sequence[RankWait]) -> Straggler | None:
+    """Return the straggler; None if no rank waited for another."""
+    seconds, numbers = _waited_for(all_waits)
+    if not seconds:
+        return None
+    rank = max(seconds, key=lambda rank: (seconds[rank], -rank))
+    return Straggler(rank, seconds[rank], numbers[rank])
+
+
+def name_straggler(dumps: Sequence[RankDump], straggler: Straggler) -> str:
+    """Return `rank 2 on node0`."""
+    hosts = {dump.rank: dump.host for dump in dumps}
+    host = hosts.get(straggler.rank)
+    return f"rank {straggler.rank}" + (", which wrote no dump file" if host is None else f" on {host}")
+
+
+def _waited_for(all_waits: Sequence[RankWait]) -> tuple[dict[int, float], dict[int, int]]:
+    """Return the seconds that others waited for each rank, and the number of these waits."""
+    seconds: dict[int, float] = collections.defaultdict(float)
+    numbers: dict[int, int] = collections.defaultdict(int)
+    for wait in all_waits:
+        for rank in wait.ranks:
+            seconds[rank] += wait.end - wait.start
+            numbers[rank] += 1
+    return seconds, numbers
+
+
 def arrows(dumps: Sequence[RankDump]) -> list[MessageArrow]:
     """Return the messages of which both ends are recorded, and which have been received."""
     sends, receives = _messages(dumps)
@@ -252,9 +311,17 @@ def _messages(dumps: Sequence[RankDump]) -> tuple[_Ends, _Ends]:
     return sends, receives
 
 
-def summary(dumps: Sequence[RankDump]) -> dict[str, Any]:
-    """Return the times and numbers of a job: of all ranks, and of each."""
-    all_waits = waits(dumps)
+def summary(dumps: Sequence[RankDump], all_waits: Sequence[RankWait]) -> dict[str, Any]:
+    """Return the times and numbers of a job: of all ranks, and of each.
+
+    Args:
+        dumps: The dump files of the job.
+        all_waits: What `waits` returns for them.
+    """
+    waiting: dict[int, float] = collections.defaultdict(float)
+    for wait in all_waits:
+        waiting[wait.operation.rank] += wait.end - wait.start
+    waited_for, _ = _waited_for(all_waits)
     operations = [operation for dump in dumps for operation in dump.operations]
     start = min((operation.called for operation in operations), default=0.0)
     end = max((operation.end for operation in operations), default=0.0)
@@ -264,8 +331,8 @@ def summary(dumps: Sequence[RankDump]) -> dict[str, Any]:
             "host": dump.host,
             "operations": len(dump.operations),
             "not_over": sum(not operation.is_over for operation in dump.operations),
-            "wait_seconds": sum(wait.end - wait.start for wait in all_waits if wait.operation.rank == dump.rank),
-            "waited_for_seconds": sum(wait.end - wait.start for wait in all_waits if dump.rank in wait.ranks),
+            "wait_seconds": waiting[dump.rank],
+            "waited_for_seconds": waited_for.get(dump.rank, 0.0),
             "clock": dump.clock,
             "clock_error_seconds": dump.error,
         }
@@ -301,7 +368,7 @@ class _Writer:
         """Add the operations of a rank."""
         self._add_metadata("process_name", dump.rank, name=f"rank {dump.rank} on {dump.host}")
         self._add_metadata("process_sort_index", dump.rank, sort_index=dump.rank)
-        for thread, (name, operations) in enumerate(_lanes(dump.operations), 1):
+        for thread, (name, operations) in enumerate(assign_lanes(dump.operations), 1):
             self._add_metadata("thread_name", dump.rank, thread, name=name)
             self._add_metadata("thread_sort_index", dump.rank, thread, sort_index=thread)
             for operation in operations:
@@ -310,9 +377,8 @@ class _Writer:
 
     def add_wait(self, wait: RankWait) -> None:
         """Add the wait for another rank, inside its operation."""
-        others = rank_text.name_ranks(wait.ranks)
-        name = f"wait for {others}, {wait.reason}" if wait.reason else f"wait for {others}"
-        self._add_slice(wait.operation, name, "wait", self._time(wait.start), self._time(wait.end), ranks=others)
+        start, end = self._time(wait.start), self._time(wait.end)
+        self._add_slice(wait.operation, name_wait(wait), "wait", start, end, ranks=rank_text.name_ranks(wait.ranks))
 
     def add_arrow(self, arrow: MessageArrow) -> None:
         """Add an arrow from a send to the transfer of the message, the part of the receive after the send.
@@ -359,7 +425,7 @@ class _Writer:
         self.events.append({"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments})
 
 
-def _lanes(operations: Sequence[DumpedOperation]) -> Iterator[tuple[str, list[DumpedOperation]]]:
+def assign_lanes(operations: Sequence[DumpedOperation]) -> Iterator[tuple[str, list[DumpedOperation]]]:
     """Distribute operations over lanes, in which they do not overlap; return the lanes with their names."""
     by_name: dict[str, list[list[DumpedOperation]]] = collections.defaultdict(list)
     for operation in sorted(operations, key=lambda operation: operation.called):

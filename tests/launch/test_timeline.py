@@ -208,22 +208,28 @@ def test_operations_have_sizes_and_lines(job: Job) -> None:
 
 
 def test_the_summary_is_shown(job: Job, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["timeline", str(job.folder), "-o", str(tmp_path / "t.json"), "--json"]) == 0
+    assert main(["timeline", str(job.folder), "--html", str(tmp_path / "t.html"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["messages"] == 2 * SIZE + 1
     assert [each["not_over"] for each in found["ranks"]] == [1, 1, 0, 2]
     waited = {each["rank"]: each["waited_for_seconds"] for each in found["ranks"]}
     assert waited[2] > waited[0]
+    assert found["straggler"]["seconds"] == max(waited.values()) == waited[found["straggler"]["rank"]]
+    named = f"<strong>rank {found['straggler']['rank']} on {job.dumps[0].host}</strong>"
+    assert named in (tmp_path / "t.html").read_text()
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"rank": 0}'])
 def test_other_directories_are_refused(content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if content is not None:
         (tmp_path / "rank-0.json").write_text(content)
-    assert main(["timeline", str(tmp_path), "-o", str(tmp_path / "trace.json")]) != 0
+    assert (
+        main(["timeline", str(tmp_path), "-o", str(tmp_path / "trace.json"), "--html", str(tmp_path / "t.html")]) != 0
+    )
     error = capsys.readouterr().err
     assert ("has no files rank-*.json" if content is None else "is not a dump file") in error
     assert not (tmp_path / "trace.json").exists()
+    assert not (tmp_path / "t.html").exists()
 
 
 # -- Perfetto ----------------------------------------------------------------------------------------------------------

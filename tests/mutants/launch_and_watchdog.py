@@ -1182,6 +1182,27 @@ else:
         tests="tests/launch/test_timeline.py -k other_directories",
     ),
     Mutant(
+        "timeline_page._cell",
+        old="html.escape(value)",
+        new="value",
+        fault="A host name with markup becomes part of the page of `mpicomm timeline`.",
+        tests="tests/unit/test_timeline_page.py -k escapes_text",
+    ),
+    Mutant(
+        "processor_use._others",
+        old="(end.busy - start.busy - own)",
+        new="(end.busy - start.busy)",
+        fault="`mpicomm bench` takes the CPU time of its own ranks for that of other processes.",
+        tests="tests/unit/test_benchmarks.py -k other_processes_use",
+    ),
+    Mutant(
+        "bench.training._rows",
+        old="min(max(0.0, alone_step - loading), whole - data)",
+        new="max(0.0, alone_step - loading)",
+        fault="The computation of a step is longer than the step.",
+        tests="tests/unit/test_benchmarks.py -k parts_of_a_step",
+    ),
+    Mutant(
         "start_timer.seconds_before_notice",
         old="limit / 2",
         new="limit",

@@ -1012,8 +1012,8 @@ synchronize()
     ),
     Mutant(
         "_rows",
-        old="max(0.0, times[_COMPUTE].least / 1e3 - data)",
-        new="times[_COMPUTE].least / 1e3",
+        old="max(0.0, alone_step - loading)",
+        new="alone_step",
         fault="The time to fetch a batch also counts as computation, and is subtracted from communication.",
         tests="tests/unit/test_benchmarks.py -k parts_of_a_step",
     ),

@@ -1,0 +1,171 @@
+"""The operations of all ranks on one time axis, as an HTML page without references to other files.
+
+The browser draws the page from columns of whole numbers, since a list of objects would be several times larger: of a
+lane, the differences between the calls of its operations, and their durations, in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import importlib.resources
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpicomm.reports import job_trace
+from mpicomm.reports.job_trace import DumpedOperation, RankDump, RankWait, Straggler
+
+_DETAILS = ("name", "group", "dtype", "count", "nbytes", "peer", "tag", "where", "is_over")
+_OPEN_RANKS = 16  # the table of more ranks is closed, so that the page begins with the timeline
+_COLUMNS = {
+    "rank": "rank",
+    "host": "host",
+    "operations": "operations",
+    "not_over": "not over",
+    "wait_seconds": "waits for others",
+    "waited_for_seconds": "others wait for it",
+    "clock": "clock",
+}
+
+
+def page(dumps: Sequence[RankDump], title: str) -> str:
+    """Return the page.
+
+    Args:
+        dumps: The dump files of a job.
+        title: The title of the page.
+    """
+    waits = job_trace.waits(dumps)
+    summary = job_trace.summary(dumps, waits)
+    straggler = job_trace.find_straggler(waits)
+    packed = gzip.compress(json.dumps(_data(dumps, waits, straggler), separators=(",", ":")).encode(), compresslevel=6)
+    template = importlib.resources.files("mpicomm.reports").joinpath("timeline.html").read_text()
+    parts = {
+        "TITLE": html.escape(title),
+        "SUMMARY": html.escape(_headline(dumps, summary)),
+        "STRAGGLER": _straggler_line(dumps, straggler),
+        "OPEN": " open" if len(dumps) <= _OPEN_RANKS else "",
+        "TABLE": _table(summary["ranks"]),
+        "DATA": base64.b64encode(packed).decode(),
+    }
+    return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], template)
+
+
+def _headline(dumps: Sequence[RankDump], summary: Mapping[str, Any]) -> str:
+    """Return `4 ranks on 2 hosts, 964 operations and 160 messages in 0.341 s; 3 operations were not over`."""
+    hosts = len({dump.host for dump in dumps})
+    text = (
+        f"{_count(len(dumps), 'rank')} on {_count(hosts, 'host')}, "
+        f"{_count(sum(len(dump.operations) for dump in dumps), 'operation')} and "
+        f"{_count(summary['messages'], 'message')} in {summary['seconds']:.3f} s"
+    )
+    if not_over := sum(rank["not_over"] for rank in summary["ranks"]):
+        text += f"; {_count(not_over, 'operation')} {'was' if not_over == 1 else 'were'} not over"
+    return text
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _straggler_line(dumps: Sequence[RankDump], straggler: Straggler | None) -> str:
+    if straggler is None:
+        return "No rank waited for another rank."
+    name = html.escape(job_trace.name_straggler(dumps, straggler))
+    return (
+        f"The other ranks waited longest for <strong>{name}</strong>: {straggler.seconds:.3f} s in total, in "
+        f"{_count(straggler.waits, 'wait')}."
+    )
+
+
+def _table(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Return the waits of each rank as an HTML table."""
+    head = "".join(f"<th>{title}</th>" for title in _COLUMNS.values())
+    rows = ["".join(_cell(rank[name]) for name in _COLUMNS) for rank in ranks]
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, str):
+        return f"<td>{html.escape(value)}</td>"
+    return f'<td class="number">{f"{value:.3f} s" if isinstance(value, float) else f"{value:,}"}</td>'
+
+
+# -- the data of the drawing -------------------------------------------------------------------------------------------
+
+
+def _data(dumps: Sequence[RankDump], all_waits: Sequence[RankWait], straggler: Straggler | None) -> dict[str, Any]:
+    """Return the data that the page draws. Operations are numbered in the order of ranks and lanes."""
+    start = min((operation.called for dump in dumps for operation in dump.operations), default=0.0)
+    end = max((operation.end for dump in dumps for operation in dump.operations), default=0.0)
+    waits_of = {id(wait.operation): wait for wait in all_waits}
+    details, texts = _Table(), _Table()
+    numbers: dict[int, int] = {}  # by the id of an operation
+    ranks = []
+    for dump in dumps:
+        lanes = []
+        for name, operations in job_trace.assign_lanes(dump.operations):
+            numbers.update(zip(map(id, operations), itertools.count(len(numbers))))
+            columns, waits = _columns(operations, start, details), _wait_columns(operations, waits_of, texts)
+            lanes.append({"name": name, **columns, "waits": waits})
+        ranks.append({"rank": dump.rank, "host": dump.host, "lanes": lanes})
+    arrows = sorted(job_trace.arrows(dumps), key=lambda arrow: arrow.send.called)
+    return {
+        "duration": max(1, _nanoseconds(end - start)),
+        "straggler": None if straggler is None else straggler.rank,
+        "ranks": ranks,
+        "details": [dict(zip(_DETAILS, row, strict=True)) for row in details.rows],
+        "texts": list(texts.rows),
+        "messages": {
+            "send": [numbers[id(arrow.send)] for arrow in arrows],
+            "receive": [numbers[id(arrow.receive)] for arrow in arrows],
+        },
+    }
+
+
+class _Table:
+    """Distinct rows, to which the columns of the page refer by index."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Any, int] = {}  # in the order of the indices
+
+    def index(self, row: Any) -> int:
+        return self.rows.setdefault(row, len(self.rows))
+
+
+def _columns(operations: Sequence[DumpedOperation], start: float, details: _Table) -> dict[str, list[int]]:
+    called = [_nanoseconds(operation.called - start) for operation in operations]
+    return {
+        "called": [moment - before for before, moment in itertools.pairwise([0, *called])],
+        "length": [_nanoseconds(operation.end - operation.called) for operation in operations],
+        "queued": [_nanoseconds(_queued_seconds(operation)) for operation in operations],
+        "detail": [details.index(tuple(operation.fields[name] for name in _DETAILS)) for operation in operations],
+        "sequence": [-1 if operation.key is None else operation.key[2] for operation in operations],
+    }
+
+
+def _queued_seconds(operation: DumpedOperation) -> float:
+    """Return the time before an operation began; of a message, `start` is the beginning of the wait for it."""
+    return 0.0 if operation.is_message or operation.start is None else operation.start - operation.called
+
+
+def _wait_columns(
+    operations: Sequence[DumpedOperation], waits_of: Mapping[int, RankWait], texts: _Table
+) -> dict[str, list[int]]:
+    pairs = [
+        (index, wait) for index, operation in enumerate(operations) if (wait := waits_of.get(id(operation))) is not None
+    ]
+    return {
+        "operation": [index for index, _ in pairs],
+        "offset": [_nanoseconds(wait.start - wait.operation.called) for _, wait in pairs],
+        "length": [_nanoseconds(wait.end - wait.start) for _, wait in pairs],
+        "text": [texts.index(job_trace.name_wait(wait)) for _, wait in pairs],
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
