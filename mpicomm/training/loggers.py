@@ -7,6 +7,7 @@ import csv
 import errno
 import importlib.util
 import io
+import json
 import os
 import re
 import secrets
@@ -30,6 +31,9 @@ _PACKAGES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 NAMES = ("tensorboard", "csv", "wandb")
 _TABLE_EVENTS = ("step", "epoch", "eval", "step_eval")
 """The entries with metrics; others, such as "checkpoint", are no rows of a table."""
+
+_ONCE_EVENTS = ("start", "resume", "recovery", "recovered", "skipped", "preempted", "ended", "end")
+"""The entries that a process writes once, with options and results of the run instead of metrics."""
 
 _POSITION = ("event", "step", "epoch", "consumed", "time")
 
@@ -103,7 +107,7 @@ def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _tensorboard(directory: Path | None, step: int) -> Iterator[Logger]:
-    """Yield a logger that writes the numbers of each entry to TensorBoard."""
+    """Yield a logger that writes metrics to TensorBoard as scalars, and the options of the run as text."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = directory or Path("runs")
@@ -112,15 +116,24 @@ def _tensorboard(directory: Path | None, step: int) -> Iterator[Logger]:
     writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
 
     def log(entry: dict[str, Any]) -> None:
-        if "step" in entry:
-            for name, value in _numbers(entry).items():
+        if entry["event"] in _ONCE_EVENTS:
+            writer.add_text(entry["event"], _markdown_table(entry), entry["step"])
+        elif "step" in entry:
+            metrics = {name: value for name, value in _numbers(entry).items() if name not in _POSITION}
+            for name, value in metrics.items():
                 tag = f"{entry['event']}/{name}"
                 if entry["step"] != step or tag not in present:
                     writer.add_scalar(tag, value, entry["step"])
-            writer.flush()
+        writer.flush()
 
     with writer:
         yield log
+
+
+def _markdown_table(entry: Mapping[str, Any]) -> str:
+    """Return the values of an entry as a table, which TensorBoard shows as such."""
+    rows = [f"| {name} | {json.dumps(value)} |" for name, value in entry.items() if name not in ("event", "time")]
+    return "\n".join(["| name | value |", "| --- | --- |", *(row.replace("\n", " ") for row in rows)])
 
 
 def _tensorboard_names(folder: Path, step: int) -> set[str]:

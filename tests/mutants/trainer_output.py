@@ -118,6 +118,13 @@ MUTANTS = [
         tests="tests/unit/test_loggers.py -k tensorboard_shows",
     ),
     Mutant(
+        "_tensorboard",
+        old='entry["event"] in _ONCE_EVENTS',
+        new="False",
+        fault="TensorBoard shows the options of a run as curves of one point.",
+        tests="tests/unit/test_loggers.py -k tensorboard_shows",
+    ),
+    Mutant(
         "_tensorboard_names",
         old="names.clear()",
         fault="An evaluation that a resumed run has not repeated before the next kill is lost in TensorBoard.",

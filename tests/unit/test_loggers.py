@@ -69,6 +69,7 @@ def test_tensorboard_shows_each_point_once_after_a_kill(tmp_path: Path) -> None:
 
     for begin, end, is_before_evaluation in ((0, 10, False), (4, 7, True), (8, 10, True), (8, 12, True)):
         with loggers.opened("tensorboard", tmp_path, begin) as (log,):
+            log(entry("resume" if begin else "start", begin, ranks=4, batch_size=32, pin_memory=True, device="cpu"))
             run(log, begin, end, resumes_at_evaluation=is_before_evaluation)
             if end == 7:
                 log(entry("step", 8, loss=1 / 8))
@@ -77,6 +78,11 @@ def test_tensorboard_shows_each_point_once_after_a_kill(tmp_path: Path) -> None:
     points = [(each.step, each.value) for each in board.Scalars("step/loss")]
     assert points == [(step, pytest.approx(1 / step)) for step in range(1, 13)]
     assert [each.step for each in board.Scalars("eval/accuracy")] == [4, 8, 12]
+    assert sorted(board.Tags()["scalars"]) == ["eval/accuracy", "step/late", "step/loss"], "metrics only"
+    (start,) = board.Tensors("start/text_summary")
+    assert {"| ranks | 4 |", "| pin_memory | true |", '| device | "cpu" |'} <= set(
+        start.tensor_proto.string_val[0].decode().splitlines()
+    )
 
 
 class FakeWandb(types.ModuleType):
