@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpicomm.metrics_file import PARTS
+from mpicomm.metrics_file import ENTRY_FIELDS, PARTS
+from mpicomm.reports import runs as run_files
+from mpicomm.reports.run_metrics import evaluation_metrics
 from mpicomm.reports.runs import Run, percentages
 
 if TYPE_CHECKING:
@@ -15,7 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DPI = 150
-_INCHES = (8.0, 9.0)
+_INCHES_WIDE, _INCHES_OF_PANEL = 8.0, 3.0
+_WINDOWS = 60  # of the training time, in each of which throughput and times are averaged
+_EVALUATIONS = ("eval", "step_eval")
+_STEP_FIELDS = {*ENTRY_FIELDS, "loss", "samples_per_s", "memory_mib", *(f"{part}_s" for part in PARTS)}
+"""The fields of a step entry that have panels of their own, or none; the others are metrics."""
 _TITLE_COLUMNS = 80
 
 
@@ -53,21 +59,29 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """Return the figure of runs: three panels with a common axis of optimizer steps.
+    """Return the figure of runs: panels with a common axis of optimizer steps.
+
+    The panels are the loss, each metric of the runs, the throughput, and the times of rank 0 by part. Dotted lines mark
+    resumes and recoveries.
 
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    figure = new_figure(_INCHES)
-    losses, throughput, times = figure.subplots(3, 1, sharex=True)
+    names = _metric_names(runs)
+    figure = new_figure((_INCHES_WIDE, _INCHES_OF_PANEL * (3 + len(names))))
+    panels = figure.subplots(3 + len(names), 1, sharex=True)
+    losses, *of_metrics, throughput, times = panels
     _draw_losses(losses, runs)
+    for axes, name in zip(of_metrics, names, strict=True):
+        _draw_metric(axes, runs, name)
     _draw_throughput(throughput, runs)
     if len(runs) == 1:
         _draw_parts(times, runs[0])
     else:
         _draw_communication(times, runs)
     times.set_xlabel("optimizer step")
-    for axes in (losses, throughput, times):
+    for axes in panels:
+        _draw_continuations(axes, runs)
         axes.grid(visible=True, alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
@@ -77,11 +91,48 @@ def draw(runs: Sequence[Run]) -> Figure:
     return figure
 
 
+def _metric_names(runs: Sequence[Run]) -> list[str]:
+    """Return the metrics of the step and evaluation entries; a constant learning rate is none."""
+    names: dict[str, None] = {}
+    for run in runs:
+        for entry in run.select("step"):
+            names |= dict.fromkeys(
+                name for name in entry.values.keys() - _STEP_FIELDS if entry.number(name) is not None
+            )
+        for entry in run.select(*_EVALUATIONS):
+            names |= dict.fromkeys(evaluation_metrics(entry))
+    rates = {value for run in runs for _, value in _points(run, ("step",), "lr")}
+    constant = {"lr"} if len(rates) < 2 else set()
+    return sorted(names.keys() - {"eval_loss"} - constant)
+
+
+def _draw_metric(axes: Axes, runs: Sequence[Run], name: str) -> None:
+    axes.set_ylabel(name.replace("$", r"\$"))
+    for number, run in enumerate(runs):
+        trained, evaluated = _points(run, ("step",), name), _points(run, _EVALUATIONS, name)
+        if trained:
+            _line(axes, trained, number, "-", _label("training", run, runs))
+        if evaluated:
+            colour = number if len(runs) > 1 else 1
+            _line(axes, evaluated, colour, "o--", _label("evaluation", run, runs))
+
+
+def _draw_continuations(axes: Axes, runs: Sequence[Run]) -> None:
+    for number, run in enumerate(runs):
+        colour = "0.3" if len(runs) == 1 else f"C{number}"
+        drawn: set[str] = set()  # each kind has one entry in the legend
+        for entry in run.select("resume", "recovery"):
+            label = None if entry.event in drawn else _label(entry.event, run, runs)
+            drawn.add(entry.event)
+            style = ":" if entry.event == "resume" else "-."
+            axes.axvline(entry.step, color=colour, linestyle=style, linewidth=1.2, label=label)
+
+
 def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_ylabel("loss")
     drawn: list[float] = []
     for number, run in enumerate(runs):
-        trained, evaluated = _points(run, "step", "loss"), _points(run, "eval", "eval_loss")
+        trained, evaluated = _points(run, ("step",), "loss"), _points(run, _EVALUATIONS, "eval_loss")
         _line(axes, trained, number, "-", _label("training", run, runs))
         if evaluated:
             # One colour per run, or per curve of a single run.
@@ -95,13 +146,13 @@ def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
 def _draw_throughput(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_ylabel("throughput (samples/s)")
     for number, run in enumerate(runs):
+        windows = run_files.windows(run, _WINDOWS)
         points = [
-            (entry.step, rate)
-            for entry in run.select("step")
-            if entry.samples and (rate := entry.number("samples_per_s")) is not None
+            (window.step, window.samples / window.seconds) for window in windows if window.samples and window.seconds
         ]
         _line(axes, points, number, "-", _label("throughput", run, runs))
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,g}")
 
 
 def _draw_parts(axes: Axes, run: Run) -> None:
@@ -109,7 +160,7 @@ def _draw_parts(axes: Axes, run: Run) -> None:
     axes.set_ylim(0, 100)
     shares = _shares(run)
     if shares:
-        # Each entry covers the steps before it, so the areas start at the first step of the run.
+        # Each window covers the steps before its last one, so the areas start at the first step of the run.
         steps = [run.entries[0].step, *[step for step, _ in shares]]
         stacks = [[parts[part] for parts in [shares[0][1], *[parts for _, parts in shares]]] for part in PARTS]
         axes.stackplot(steps, stacks, labels=PARTS, step="pre", alpha=0.8)
@@ -124,12 +175,13 @@ def _draw_communication(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _shares(run: Run) -> list[tuple[int, dict[str, float]]]:
-    """Return the step and the percentages of the time by part, for each step entry with a time."""
-    return [(entry.step, shares) for entry in run.select("step") if (shares := percentages(entry.parts))]
+    """Return the last step and the percentages of the time by part, for each window with a time."""
+    windows = run_files.windows(run, _WINDOWS)
+    return [(window.step, shares) for window in windows if (shares := percentages(window.parts))]
 
 
-def _points(run: Run, event: str, name: str) -> list[tuple[int, float]]:
-    return [(entry.step, value) for entry in run.select(event) if (value := entry.number(name)) is not None]
+def _points(run: Run, events: Sequence[str], name: str) -> list[tuple[int, float]]:
+    return [(entry.step, value) for entry in run.select(*events) if (value := entry.number(name)) is not None]
 
 
 def _line(axes: Axes, points: Sequence[tuple[int, float]], colour: int, style: str, label: str) -> None:

@@ -69,6 +69,62 @@ class Run:
         return [entry for entry in self.entries if entry.event in events]
 
 
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Consecutive step entries, whose steps took about as long as those of the other windows of the run."""
+
+    step: int
+    """The last step."""
+
+    samples: int
+    seconds: float
+    parts: Mapping[str, float]
+    """The seconds of rank 0 by part."""
+
+
+def windows(run: Run, number: int) -> list[Window]:
+    """Return the step entries in windows of equal time.
+
+    A window is at least as long as the training time divided by `number`, or half as long before a resume, a recovery
+    and the end of the run. A process with less time than that has one window.
+    """
+    least = sum(entry.seconds for entry in run.select("step")) / number
+    collected: list[list[Entry]] = []
+    for steps in _steps_of_processes(run):
+        of_process: list[list[Entry]] = []
+        seconds = least  # of the last window
+        for entry in steps:
+            if seconds >= least:
+                of_process.append([])
+                seconds = 0.0
+            of_process[-1].append(entry)
+            seconds += entry.seconds
+        if len(of_process) > 1 and seconds < least / 2:
+            rest = of_process.pop()
+            of_process[-1] += rest
+        collected += of_process
+    return [
+        Window(
+            entries[-1].step,
+            sum(entry.samples for entry in entries),
+            sum(entry.seconds for entry in entries),
+            {part: sum(entry.parts[part] for entry in entries) for part in PARTS},
+        )
+        for entries in collected
+    ]
+
+
+def _steps_of_processes(run: Run) -> list[list[Entry]]:
+    """Return the step entries between the starts, resumes and recoveries of a run."""
+    processes: list[list[Entry]] = [[]]
+    for entry in run.select("step", *BEGINNINGS):
+        if entry.event == "step":
+            processes[-1].append(entry)
+        else:
+            processes.append([])
+    return processes
+
+
 def percentages(parts: Mapping[str, float]) -> dict[str, float]:
     """Return the percentages of the seconds of parts; empty if they are 0."""
     total = sum(parts.values())

@@ -356,10 +356,13 @@ def legends(drawn: plots.Figure) -> list[list[str]]:
 
 def test_the_plot_of_a_run(directory: Path) -> None:
     drawn = plots.draw([read(directory, WHOLE)])
-    losses, throughput, times = drawn.axes
+    losses, accuracy, throughput, times = drawn.axes
     assert drawn.get_suptitle() == "digits"
-    assert legends(drawn) == [["training", "evaluation"], ["throughput"], ["data", "compute", "communication"]]
-    assert [axes.get_ylabel() for axes in drawn.axes] == ["loss", "throughput (samples/s)", "rank 0's time (%)"]
+    parts = ["data", "compute", "communication"]
+    assert legends(drawn) == [["training", "evaluation"], ["evaluation"], ["throughput"], parts]
+    titles = ["loss", "accuracy", "throughput (samples/s)", "rank 0's time (%)"]
+    assert [axes.get_ylabel() for axes in drawn.axes] == titles
+    assert accuracy.lines[0].get_xydata().tolist() == [[10, 0.9], [20, 0.8]]
     assert times.get_xlabel() == "optimizer step"
     assert losses.get_yscale() == "log"
     training, evaluation = losses.lines
@@ -374,9 +377,33 @@ def test_the_plot_of_several_runs(directory: Path) -> None:
     run = read(directory, WHOLE)
     drawn = plots.draw([run, Run("_$a$", run.entries)])
     assert drawn.get_suptitle() == "digits, _$a$"
-    assert legends(drawn)[2] == ["communication, digits", r"communication, _\$a\$"]
-    assert [len(axes.lines) for axes in drawn.axes] == [4, 2, 2]
-    assert drawn.axes[2].lines[0].get_ydata().tolist() == pytest.approx([30] * 4)
+    assert legends(drawn)[3] == ["communication, digits", r"communication, _\$a\$"]
+    assert [len(axes.lines) for axes in drawn.axes] == [4, 2, 2, 2]
+    assert drawn.axes[3].lines[0].get_ydata().tolist() == pytest.approx([30] * 4)
+
+
+def test_the_plot_shows_logged_values_a_schedule_and_continuations(directory: Path) -> None:
+    steps = [a_step(5, 0, 50, lr=0.1, grad_norm=3.0), resume(5, 0, 50), a_step(10, 0, 100, lr=0.2, grad_norm=2.0)]
+    drawn = plots.draw([read(directory, [start(), *steps, recovery(10, 0, 100), a_step(15, 1, 50, lr=0.2)])])
+    assert [axes.get_ylabel() for axes in drawn.axes][1:3] == ["grad_norm", "lr"]
+    _, norm, rate, *_ = drawn.axes
+    assert norm.lines[0].get_xydata().tolist() == [[5, 3], [10, 2]]
+    assert rate.lines[0].get_ydata().tolist() == [0.1, 0.2, 0.2]
+    for axes, legend in zip(drawn.axes, legends(drawn), strict=True):
+        assert legend[-2:] == ["resume", "recovery"] or set(legend) == {"resume", "recovery", *metrics_file.PARTS}
+        assert {5.0, 10.0} <= {line.get_xdata()[0] for line in axes.lines}
+
+
+def test_throughput_is_averaged_over_windows_of_equal_time(directory: Path) -> None:
+    """Ten entries of 0.1 s and of 1.9 s by turns, in five windows; a resume begins a window."""
+    rates = [100, 5.0 / 0.95] * 5
+    lines = [a_step(step, 0, 10 * step, rate=rate) for step, rate in enumerate(rates, 1)]
+    run = read(directory, [start(), *lines])
+    assert [(window.step, window.samples) for window in runs.windows(run, 5)] == [(2 * n, 20) for n in range(1, 6)]
+    assert [window.seconds for window in runs.windows(run, 5)] == pytest.approx([2.0] * 5)
+    resumed = read(directory, [start(), *lines[:3], resume(3, 0, 30), *lines[3:]])
+    assert [window.step for window in runs.windows(resumed, 5)] == [3, 5, 7, 9, 10]
+    assert runs.windows(read(directory, []), 5) == []
 
 
 def test_losses_that_are_not_positive_are_drawn_linearly(directory: Path) -> None:
