@@ -24,9 +24,11 @@ from mpicomm.cli.console import FAILED, console, failed, print_message
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import detect
 from mpicomm.launch.request import Request
-from mpicomm.reports import benchmarks, plots, result_files
+from mpicomm.reports import benchmarks, html_report, plots, result_files
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from mpicomm.job.session import World
 
 _OPERATIONS = (
@@ -75,6 +77,8 @@ class Benchmark:
     tables: Callable[[argparse.Namespace, Values], list[Table]]
     backends: tuple[str, ...]
     """The backends that it can compare."""
+    draw: Callable[[result_files.Rows], Figure] | None = None
+    """Draws the curves of the rows, if it has any."""
 
 
 # -- the benchmarks ----------------------------------------------------------------------------------------------------
@@ -115,6 +119,7 @@ _BENCH = Benchmark(
     _measure_operations,
     _operation_tables,
     ("mpi", "gloo", *_VENDORS, "mpi4py", "mpi-async"),
+    benchmarks.draw,
 )
 
 
@@ -221,6 +226,7 @@ def _add_ranks(parser: argparse.ArgumentParser, benchmark: Benchmark, note: str 
         help="rounds, in each of which the backends run in turn (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--html", metavar="F.html", type=Path, help="write the tables and curves to this page")
     parser.set_defaults(run=functools.partial(run, benchmark))
 
 
@@ -279,7 +285,7 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
     # 1. start the ranks
     try:
         if detect.guess_rank(os.environ) == 0:  # rank 0, or the process that starts the ranks
-            _check_files(arguments)
+            _check_files(benchmark, arguments)
         if detect.detect(os.environ).is_plain:
             program = (sys.executable, "-m", "mpicomm", *sys.argv[1:])
             start = launching.build(Request(program, arguments.ranks), os.environ)
@@ -303,45 +309,59 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
         # 3. print and write the results
         if world.rank > 0:
             return 0
-        status = _report(benchmark, arguments, results | {"hosts": [dataclasses.asdict(host) for host in hosts]})
-        for warning in filter(None, (host.warning for host in hosts)):
+        warnings = [host.warning for host in hosts if host.warning is not None]
+        results |= {"hosts": [dataclasses.asdict(host) for host in hosts]}
+        status = _report(benchmark, arguments, results, warnings)
+        for warning in warnings:
             print_message(benchmark.command, f"warning: {warning}")
         return status
 
 
-def _check_files(arguments: argparse.Namespace) -> None:
+def _check_files(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
     """Check the files and matplotlib before the measurement."""
-    if arguments.plot is not None:
+    if benchmark.draw is not None and (arguments.plot or arguments.html) is not None:
         plots.new_figure((1.0, 1.0))
-    for path in filter(None, (arguments.json, arguments.csv, arguments.plot)):
+    for path in filter(None, (arguments.json, arguments.csv, arguments.plot, arguments.html)):
         check_writable(path)
     if arguments.compare is not None:
         result_files.read_operations(arguments.compare)
 
 
-def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values) -> int:
+def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values, warnings: Sequence[str]) -> int:
     """Print the tables, write the files, and return the exit status."""
+    tables, notes, rows = benchmark.tables(arguments, results), _notes(results), results["rows"]
     try:
-        for table in benchmark.tables(arguments, results):
+        for table in tables:
             console().print(table)
-        for case, reason in results.get("refused", {}).items():
-            print(f"{case}: {reason}")
-        if "inputs" in results:
-            print(f"inputs: {results['inputs']}")
-            if note := benchmarks.note_on_interrupted_calls(results["rows"]):
-                print(note)
+        for note in notes:
+            print(note)
         if arguments.json is not None:
             from mpicomm import job_info
 
             head = job_info.description(benchmark.quantity, shlex.join(["mpicomm", *sys.argv[1:]]))
             result_files.write(arguments.json, head | results)
         if arguments.csv is not None:
-            result_files.write_csv(arguments.csv, results["rows"])
-        if arguments.plot is not None:
-            plots.save(benchmarks.draw(results["rows"]), arguments.plot)
+            result_files.write_csv(arguments.csv, rows)
+        if arguments.plot is not None and benchmark.draw is not None:
+            plots.save(benchmark.draw(rows), arguments.plot)
+        if arguments.html is not None:
+            title = f"mpicomm {benchmark.command} on {results['ranks']} ranks and {results['nodes']} nodes"
+            figure = None if benchmark.draw is None else benchmark.draw(rows)
+            page = html_report.page(title, tables, [*notes, *warnings], figure)
+            arguments.html.write_text(page, encoding="utf-8")
     except OSError as error:
         return failed(benchmark.command, error)
     return 0
+
+
+def _notes(results: Values) -> list[str]:
+    """Return the lines below the tables."""
+    notes = [f"{case}: {reason}" for case, reason in results.get("refused", {}).items()]
+    if "inputs" in results:
+        notes.append(f"inputs: {results['inputs']}")
+        if note := benchmarks.note_on_interrupted_calls(results["rows"]):
+            notes.append(note)
+    return notes
 
 
 def _progress(rank: int, cases: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from mpicomm.cli.argument_types import png
 from mpicomm.cli.console import console, failed, print_json, print_message
 from mpicomm.metrics_file import NAME
-from mpicomm.reports import plots, run_metrics, runs
+from mpicomm.reports import html_report, plots, run_metrics, runs
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,6 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("directories", metavar="RUN_DIR", nargs="+", type=Path, help="a Trainer's checkpoint_dir")
     parser.add_argument("--plot", metavar="F.png", type=png, help="plot the runs to this file (needs matplotlib)")
+    parser.add_argument("--html", metavar="F.html", type=Path, help="write the metrics and the plot to this page")
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON, a list with one object per run")
     parser.set_defaults(run=run)
 
@@ -28,11 +29,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report, and return the exit status."""
     try:
         measured_runs = runs.read_all(arguments.directories)
+        shown = [run_metrics.compute(run) for run in measured_runs]
         if arguments.plot is not None:
             plots.save(plots.draw(measured_runs), arguments.plot)
+        if arguments.html is not None:
+            warnings = [warning for metrics in shown for warning in metrics.warnings]
+            title = f"Report of {', '.join(run.name for run in measured_runs)}"
+            page = html_report.page(title, [run_metrics.table(shown)], warnings, plots.draw(measured_runs))
+            arguments.html.write_text(page, encoding="utf-8")
     except (OSError, ImportError) as error:
         return failed("report", error)
-    shown = [run_metrics.compute(run) for run in measured_runs]
     for warning in (warning for metrics in shown for warning in metrics.warnings):
         print_message("report", f"warning: {warning}")
     if arguments.json:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import base64
 import gzip
 import html
-import importlib.resources
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpicomm.reports import job_trace
+from mpicomm.reports import html_report, job_trace
 from mpicomm.reports.job_trace import DumpedOperation, RankDump, RankWait, Straggler
 
 _DETAILS = ("name", "group", "dtype", "count", "nbytes", "peer", "tag", "where", "is_over")
@@ -43,7 +41,6 @@ def page(dumps: Sequence[RankDump], title: str) -> str:
     summary = job_trace.summary(dumps, waits)
     straggler = job_trace.find_straggler(waits)
     packed = gzip.compress(json.dumps(_data(dumps, waits, straggler), separators=(",", ":")).encode(), compresslevel=6)
-    template = importlib.resources.files("mpicomm.reports").joinpath("timeline.html").read_text()
     parts = {
         "TITLE": html.escape(title),
         "SUMMARY": html.escape(_headline(dumps, summary)),
@@ -52,7 +49,7 @@ def page(dumps: Sequence[RankDump], title: str) -> str:
         "TABLE": _table(summary["ranks"]),
         "DATA": base64.b64encode(packed).decode(),
     }
-    return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], template)
+    return html_report.fill("timeline.html", parts)
 
 
 def _headline(dumps: Sequence[RankDump], summary: Mapping[str, Any]) -> str:

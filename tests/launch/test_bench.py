@@ -41,19 +41,20 @@ def test_a_failed_start_is_reported_with_its_command_and_output() -> None:
 
 
 def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
-    files = {name: tmp_path / f"bench.{name}" for name in ("json", "csv", "png")}
+    files = {name: tmp_path / f"bench.{name}" for name in ("json", "csv", "png", "html")}
     old = tmp_path / "old.json"
     row = {"operation": "all_reduce", "dtype": "float32", "in_place": True, "nbytes": 4, "backend": "mpi", "us": 1e9}
     old.write_text(json.dumps({"rows": [row]}))
     bench = [*BENCH, "-n", "2", "--size", "4,1Ki", "--op", "all_reduce,broadcast", "--rounds", "2"]
     bench += ["--compare", str(old)]
     written = ["--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])]
+    written += ["--html", str(files["html"])]
     outcome = run_alone([*bench, *written])
     assert outcome.status == 0, outcome
     assert "broadcast, float32, in place" in outcome.stdout, outcome
     assert "inputs: rewritten before each call" in outcome.stdout, outcome
     headings = ["size", "backend", "us", "p50", "p99", "GB/s", "bus", "wrong", "- mpi4py us", "/ mpi", "/ before"]
-    shown = [re.split(r"  +", line.strip()) for line in outcome.stdout.splitlines() if "p99" in line]
+    shown = [re.split(r"  +", line.strip()) for line in outcome.stdout.splitlines() if "backend" in line]
     assert shown == [headings] * 2, "broken, or with escape codes"
     found = json.loads(files["json"].read_text())
     assert (found["ranks"], found["nodes"], found["refused"]) == (2, 1, {})
@@ -66,6 +67,9 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     ]
     assert len(files["csv"].read_text().splitlines()) == 1 + len(found["rows"])
     assert files["png"].read_bytes().startswith(b"\x89PNG")
+    page = files["html"].read_text()
+    assert all(f"<h2>{name}, float32, in place</h2>" in page for name in ("all_reduce", "broadcast")), page
+    assert page.count('<img alt="plot of the values" src="data:image/png;base64,') == 1
     assert result_files.read_operations(files["json"]) == found["rows"], "--compare reads what --json writes"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from mpicomm import metrics_file
+from mpicomm.cli.main import main
 from mpicomm.reports import plots, run_metrics, runs
 from mpicomm.reports.runs import Run
 
@@ -416,6 +418,24 @@ def test_the_plot_of_few_entries(directory: Path, tmp_path: Path, lines: list[Li
     for shown in ([run], [run, run]):
         plots.save(plots.draw(shown), tmp_path / "plot.png")
         assert (tmp_path / "plot.png").stat().st_size
+
+
+def test_the_page_of_runs_has_their_metrics_and_plot(directory: Path, tmp_path: Path) -> None:
+    read(directory, WHOLE)
+    other = tmp_path / "<b>other"
+    other.mkdir()
+    (other / metrics_file.NAME).write_text(text_of([*FIRST, "{", *SECOND]))
+    path = tmp_path / "page.html"
+    assert main(["report", str(directory), str(other), "--html", str(path)]) == 0
+    page = path.read_text()
+    name = "&lt;b&gt;other"
+    assert f"<h1>Report of digits, {name}</h1>" in page
+    assert f'<tr><th></th><th class="number">digits</th><th class="number">{name}</th></tr>' in page
+    assert '<td>accuracy, last</td><td class="number">0.8</td><td class="number">-</td>' in page
+    assert "<b>" not in page
+    assert re.search(f"<p>line 5 of .*{name}/{metrics_file.NAME} is not a valid entry", page)
+    assert not re.search(r"https?:|href=|@[A-Z]", page)
+    assert "<img " in page
 
 
 def test_the_plot_is_a_png_and_changes_nothing_else(directory: Path, tmp_path: Path) -> None:
