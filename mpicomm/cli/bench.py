@@ -301,9 +301,9 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
         head = {"ranks": world.size, "nodes": world.num_nodes, "device": arguments.device, "rounds": arguments.rounds}
         try:
             names, device = compared_backends.select(arguments.backend, benchmark.backends, arguments.device, world)
-            start = processor_use.times_now()
+            times = processor_use.times_now()
             results = head | benchmark.measure(arguments, world, names, device, bench)
-            hosts = processor_use.since(start, bench, world)
+            hosts = processor_use.since(times, bench, world)
         except LaunchError as error:  # the same on every rank
             return failed(benchmark.command, error) if world.rank == 0 else FAILED
         # 3. print and write the results
@@ -345,7 +345,7 @@ def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values
         if arguments.plot is not None and benchmark.draw is not None:
             plots.save(benchmark.draw(rows), arguments.plot)
         if arguments.html is not None:
-            title = f"mpicomm {benchmark.command} on {results['ranks']} ranks and {results['nodes']} nodes"
+            title = f"mpicomm {benchmark.command} ({results['ranks']} ranks, {results['device']})"
             figure = None if benchmark.draw is None else benchmark.draw(rows)
             page = html_report.page(title, tables, [*notes, *warnings], figure)
             arguments.html.write_text(page, encoding="utf-8")

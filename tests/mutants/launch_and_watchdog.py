@@ -1189,6 +1189,13 @@ else:
         tests="tests/unit/test_timeline_page.py -k escapes_text",
     ),
     Mutant(
+        "html_report._text",
+        old="html.escape(str(value))",
+        new="str(value)",
+        fault="The name of a run with markup becomes part of the page of `mpicomm report`.",
+        tests="tests/unit/test_runs.py -k page_of_runs",
+    ),
+    Mutant(
         "processor_use._others",
         old="(end.busy - start.busy - own)",
         new="(end.busy - start.busy)",
