@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm import mpi, terminal
+from mpicomm import mpi
 from mpicomm.backend.transfer import dtypes
 from mpicomm.bench import known_inputs
 
@@ -44,7 +44,7 @@ class Case:
     size: int
 
     def __str__(self) -> str:
-        return f"{self.name}, {dtypes.short(self.dtype)}, {terminal.format_size(self.nbytes)}"
+        return f"{self.name}, {dtypes.short(self.dtype)}, {self.nbytes} B"
 
 
 @dataclasses.dataclass(frozen=True)
