@@ -1,10 +1,10 @@
-"""A pytest plugin: the world and the groups of the tests under mpirun, created once per session."""
+"""A pytest plugin: the groups of the tests under mpirun, created once per session in the plugin's `world`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -38,14 +38,19 @@ def on_groups(*kinds: str) -> pytest.MarkDecorator:
 
 @pytest.hookimpl(tryfirst=True)  # before tests without the mark are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use the fixture `groups`."""
+    """Mark the tests that use the world."""
     for item in items:
-        if "groups" in getattr(item, "fixturenames", ()):
+        if "bootstrap_options" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.mpi)
 
 
 @pytest.fixture(scope="session")
-def groups() -> Iterator[dict[str, Group]]:
+def bootstrap_options() -> dict[str, Any]:
+    return {"backend": "mpi"}
+
+
+@pytest.fixture(scope="session")
+def groups(world: mpicomm.World) -> dict[str, Group]:
     """Create one group of each kind.
 
     `world` is the default group, as `bootstrap()` creates it. `copy` has the same ranks; `alone` one rank; `parity` the
@@ -57,28 +62,22 @@ def groups() -> Iterator[dict[str, Group]]:
 
     from tests.movers import stage
 
-    with mpicomm.bootstrap("mpi", abort_on_error=False) as world:
-        everyone = list(range(world.size))
-        parity = [[rank for rank in everyone if rank % 2 == odd] for odd in (0, 1)]
-        handles = {
-            "world": dist.group.WORLD,
-            "copy": dist.new_group(everyone),
-            "alone": dist.new_subgroups_by_enumeration([[rank] for rank in everyone])[0],
-            "parity": dist.new_subgroups_by_enumeration([ranks for ranks in parity if ranks])[0],
-        }
-        handles["staged"] = dist.new_group(everyone)
-        stage(handles["staged"])
-        handles["mpi"] = _with_setting("MPICOMM_SHARED_MEMORY", "0", lambda: dist.new_group(everyone))
-        handles["debug"] = _with_setting("MPICOMM_DEBUG", "1", lambda: dist.new_group(everyone))
-        for kind in nodes.KINDS:
-            handles[kind] = dist.new_group(everyone)
-            nodes.lead_by(kind, handles[kind])
-        yield {name: _describe(handle) for name, handle in handles.items()}
-
-
-@pytest.fixture(scope="session")
-def world(groups: dict[str, Group]) -> mpicomm.World:
-    return mpicomm.bootstrap()
+    everyone = list(range(world.size))
+    parity = [[rank for rank in everyone if rank % 2 == odd] for odd in (0, 1)]
+    handles = {
+        "world": dist.group.WORLD,
+        "copy": dist.new_group(everyone),
+        "alone": dist.new_subgroups_by_enumeration([[rank] for rank in everyone])[0],
+        "parity": dist.new_subgroups_by_enumeration([ranks for ranks in parity if ranks])[0],
+    }
+    handles["staged"] = dist.new_group(everyone)
+    stage(handles["staged"])
+    handles["mpi"] = _with_setting("MPICOMM_SHARED_MEMORY", "0", lambda: dist.new_group(everyone))
+    handles["debug"] = _with_setting("MPICOMM_DEBUG", "1", lambda: dist.new_group(everyone))
+    for kind in nodes.KINDS:
+        handles[kind] = dist.new_group(everyone)
+        nodes.lead_by(kind, handles[kind])
+    return {name: _describe(handle) for name, handle in handles.items()}
 
 
 @pytest.fixture(params=KINDS)

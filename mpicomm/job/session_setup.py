@@ -172,7 +172,7 @@ def _name_in_torch(backend: str) -> str:
 def arm_abort(rank: int, size: int, comm: Intracomm | None = None) -> None:
     """Let the exit hooks abort the job, by MPI if it has connected the ranks."""
     end = functools.partial(abort, comm=comm)
-    exit_hooks.arm(rank, size, socket.gethostname(), end, _is_first_to_fail, _is_formed)
+    exit_hooks.arm(rank, size, socket.gethostname(), end, is_first_to_fail, _is_formed)
 
 
 def abort(status: int, comm: Intracomm | None) -> None:
@@ -189,7 +189,8 @@ def _is_formed() -> bool:
     return current is not None and (current.is_open or current.watch is not None)
 
 
-def _is_first_to_fail() -> bool:
+def is_first_to_fail() -> bool:
+    """Announce to the watchdog that this rank aborts the job, and return whether no other rank has failed before."""
     current = session.current()
     if current is None or not _is_formed():
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -19,17 +19,14 @@ def started_world(world: mpicomm.World) -> None:
 
 
 @pytest.fixture
-def make(world: mpicomm.World) -> Iterator[Make]:
+def make(new_group: Make) -> Make:
     """Create groups of all ranks, some of a kind of `nodes.KINDS`, and destroy them at the end of the test."""
-    made: list[dist.ProcessGroup] = []
 
-    def new(kind: str = "") -> dist.ProcessGroup:
+    def make_group(kind: str = "") -> dist.ProcessGroup:
         nodes.require(kind)
-        made.append(dist.new_group(list(range(world.size))))
+        group = new_group()
         if kind:
-            nodes.lead_by(kind, made[-1])
-        return made[-1]
+            nodes.lead_by(kind, group)
+        return group
 
-    yield new
-    for handle in made:
-        dist.destroy_process_group(handle)
+    return make_group
