@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import sys
 import time
 import zlib
 from array import array
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest._io import TerminalWriter
 
 from mpicomm import agreement
 from mpicomm.recorder import rank_text
@@ -82,7 +82,10 @@ class _Failure:
 
     @classmethod
     def of(cls, report: pytest.TestReport) -> _Failure:
-        traceback = report.longreprtext.rstrip()
+        # Unlike `longreprtext`, this keeps the indentation of the first line.
+        output = io.StringIO()
+        report.toterminal(TerminalWriter(output))
+        traceback = output.getvalue().strip("\n")
         sections = [f"{f' {name} ':-^80}\n{content.rstrip()}" for name, content in report.sections if content.strip()]
         crash = getattr(report.longrepr, "reprcrash", None)
         message = traceback if crash is None else crash.message
@@ -101,6 +104,7 @@ class RanksInStep:
         self._comm = comm
         self._collection_errors: list[str] = []
         self._is_in_test = False
+        self._failed_subtests: list[str] = []
         self._is_apart = False  # a test has failed here and not on all ranks, or the reverse
         self._is_over = False  # the ranks exchange no more outcomes
         self.waits_after = ""
@@ -136,10 +140,16 @@ class RanksInStep:
     def pytest_runtest_call(self) -> Generator[None, Any, Any]:
         """Record that a test runs: the reports of its subtests are not exchanged, since their number may differ."""
         self._is_in_test = True
+        self._failed_subtests.clear()
         try:
             return (yield)
         finally:
             self._is_in_test = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Record a subtest that failed: pytest reports it before the test has ended."""
+        if self._is_in_test and report.failed:
+            self._failed_subtests.append(report.longreprtext)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # after all others have changed the report
     def pytest_runtest_makereport(
@@ -147,6 +157,9 @@ class RanksInStep:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Agree on the outcome of the set-up, call or tear-down of a test (collective)."""
         report = yield
+        if call.when == "call" and report.passed and self._failed_subtests and not self._is_in_test:
+            report.outcome = "failed"
+            report.longrepr = "\n\n".join([f"{len(self._failed_subtests)} subtests failed:", *self._failed_subtests])
         if not self._is_in_test and not self._is_over:
             self._agree(f"the {_PHASES[call.when]} of {item.nodeid}", report)
         return report
@@ -234,7 +247,9 @@ class RanksInStep:
             time.sleep(_PAUSE_SECONDS)
         self.waits_after = ""
         outcomes, phases = of_ranks[0::2].tolist(), of_ranks[1::2].tolist()
-        if outcome != _ENDED and _ENDED in outcomes:
+        if outcome == _ENDED:
+            return outcomes
+        if _ENDED in outcomes:
             raise RanksEnded(f"the session ended on {_names(_ENDED, outcomes)}")
         self._is_over = is_over
         if len(set(phases)) > 1:
@@ -276,25 +291,21 @@ def _names(outcome: int, outcomes: Sequence[int]) -> str:
 
 
 class QuietRank:
-    """Withholds pytest's report of a rank other than 0, and prints it at the end only if pytest failed on that rank."""
+    """Withholds the report of a rank other than 0; prints only why pytest ended the session on this rank alone."""
 
     def __init__(self, config: pytest.Config, rank: int) -> None:
         """Redirect the terminal reporter."""
         self._rank = rank
-        self._has_ended = False
-        self._report = io.StringIO()
-        config.pluginmanager.getplugin("terminalreporter")._tw._file = self._report
+        config.pluginmanager.getplugin("terminalreporter")._tw._file = io.StringIO()
 
-    def pytest_internalerror(self) -> None:
-        """Record that an error in pytest or in a plugin ended the session."""
-        self._has_ended = True
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Print an error in pytest or in a plugin."""
+        self._print(f"INTERNALERROR\n{excrepr}")
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Record that `pytest.exit` ended the session; not the end of all ranks, which rank 0 reports."""
-        self._has_ended |= not isinstance(excinfo.value, (RanksEnded, KeyboardInterrupt))
+        """Print the reason of `pytest.exit`, unless it is one of all ranks, which rank 0 prints."""
+        if not isinstance(excinfo.value, (RanksEnded, KeyboardInterrupt)):
+            self._print(f"{excinfo.typename}: {excinfo.value}")
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_unconfigure(self) -> None:
-        """Print the report, if the session has ended on this rank."""
-        if self._has_ended:
-            sys.stderr.write("".join(f"[rank {self._rank}] {line}\n" for line in self._report.getvalue().splitlines()))
+    def _print(self, text: str) -> None:
+        error_output.print_stderr("".join(f"[rank {self._rank}] {line}\n" for line in text.splitlines()))
