@@ -19,7 +19,7 @@ _FILE = Path(__file__).with_name("scenarios.json")
 KEPT = {
     "tests/examples/test_readme.py::test_a_command_of_the_readme": "every command of the README is run",
     "tests/examples/test_quick_start.py": "every command of the README is run",
-    "tests/launch/test_pytest_plugin.py": "no mutant is in the plugin that runs tests under mpirun",
+    "tests/launch/test_pytest_plugin.py": "the tests of all ranks depend on the plugin",
     "tests/cluster/test_slurm.py": "srun starts the ranks, with PMIx and PMI-2",
     "tests/cluster/test_hierarchical.py": "collectives between nodes",
     "tests/cluster/test_pals.py::test_ranks_on_two_hosts": "PALS's mpiexec starts ranks on several hosts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,12 +138,13 @@ def _plain(value: Any) -> Any:
     Raises:
         TypeError: If its copy from another rank could never be equal to it.
     """
-    if value is not None and all("__eq__" not in vars(cls) for cls in type(value).__mro__[:-1]):  # all but object
-        raise TypeError(
-            f"a {type(value).__name__} has no comparison by ==.\nPass its fields, for example vars(value) or a tuple."
-        )
     # Two NaN are not equal, and 1, 1.0 and True are; 0.0 == -0.0 as for tensors.
     is_nan = isinstance(value, (float, complex)) and value != value  # noqa: PLR0124
+    if not is_nan and copy.deepcopy(value) != value:
+        raise TypeError(
+            f"objects of {type(value).__name__} cannot be compared: a copy is not equal (==).\n"
+            f"Pass the fields, for example vars(value) or a tuple."
+        )
     return type(value).__qualname__, "nan" if is_nan else value
 
 
