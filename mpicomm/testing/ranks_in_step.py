@@ -251,9 +251,9 @@ class RanksInStep:
             return outcomes
         if _ENDED in outcomes:
             raise RanksEnded(f"the session ended on {_names(_ENDED, outcomes)}")
-        self._is_over = is_over
         if len(set(phases)) > 1:
             raise RanksEnded(f"rank {self.rank} has finished {phase}, other ranks another one")
+        self._is_over = is_over
         return outcomes
 
     def abort(self, message: str) -> None:
