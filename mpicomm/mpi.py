@@ -395,6 +395,12 @@ def has_thread_multiple() -> bool:
     return mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
 
+def is_truncation(error: BaseException) -> bool:
+    """Return whether an error is MPI_ERR_TRUNCATE: a rank has received more data than it expects."""
+    mpi = api()
+    return isinstance(error, mpi.Exception) and error.Get_error_class() == mpi.ERR_TRUNCATE
+
+
 def poll(done: Callable[[], bool], wait: float | Deadline, *, longest_pause: float = 1e-3) -> bool:
     """Call `done` until it returns True, first without a pause, then with pauses that double.
 

@@ -81,14 +81,25 @@ class GroupState:
 
         Raises:
             RankFailedError: In place of the error, if it occurred because a rank has failed.
+            RuntimeError: In place of the error, if MPI has received more data than this rank expects.
         """
         if isinstance(error, Exception):
             rank_failures.raise_if_failed(error)
-        if self.record.broken or getattr(error, "is_on_all_ranks", False):
+        if getattr(error, "is_on_all_ranks", False):
             return
         kind = type(error).__name__
         how = f"failed: {str(error) or kind}" if isinstance(error, Exception) else f"was interrupted by {kind}"
-        self.break_by(f"{rank_text.describe_operation(operation.describe(0.0))} {how}")
+        is_truncated = mpi.is_truncation(error)
+        if is_truncated:
+            how = "failed: another rank sent more data than this rank expects (MPI_ERR_TRUNCATE)"
+        cause = f"{rank_text.describe_operation(operation.describe(0.0))} {how}"
+        if not self.record.broken:
+            self.break_by(cause)
+        if is_truncated:
+            raise RuntimeError(
+                f"{cause}: the ranks call with tensors of different sizes, or different operations.\n"
+                f"Pass tensors of the same size on every rank; set MPICOMM_DEBUG=1 to see each rank's call."
+            ) from error
 
     def wait_for_all(self, operation: Operation, seconds: float) -> None:
         """Wait for every rank in a barrier that Python can interrupt (collective).
