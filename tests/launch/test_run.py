@@ -170,7 +170,7 @@ def test_each_rank_has_a_log_and_rank_0_is_shown(script: str) -> None:
     lines = expected_lines(3, arguments=[])
     assert outcome.stdout.splitlines() == lines[:1], outcome
     assert outcome.stderr.splitlines()[1] == "error of rank 0", outcome
-    assert "no rank has reported that it called mpicomm.bootstrap()" in outcome.stderr, outcome
+    assert "no rank has called mpicomm.bootstrap()" in outcome.stderr, outcome
     logs = sorted(Path("new/logs").iterdir())
     assert [path.name for path in logs] == ["rank_000.log", "rank_001.log", "rank_002.log"]
     for rank, path in enumerate(logs):
@@ -186,6 +186,33 @@ def test_lines_are_tagged_with_their_rank(logs: list[str], script: str) -> None:
     shown = outcome.stdout.replace("<stdout>:rank", "<stdout>: rank")  # Open MPI 4 writes no space
     assert sorted(shown.splitlines()) == tagged, outcome
     assert Path("logs/rank_002.log").exists() == bool(logs)
+
+
+FAILING = """
+import os, signal, sys, mpicomm
+world = mpicomm.bootstrap()
+print("before the failure, rank", world.rank, "writes to a terminal:", sys.stdout.isatty())
+world.comm.Barrier()
+if world.rank == 1:
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("an error")
+world.comm.Barrier()
+"""
+
+
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("end", ["killed", "raises"])
+def test_redirected_output_is_that_of_the_ranks_and_of_the_report(end: str) -> None:
+    Path("failing.py").write_text(FAILING)
+    command = [sys.executable, "-m", "mpicomm", "run", "-n", "2", "failing.py", end]
+    # A file, since `run_command` removes MPICH's message from the output.
+    outcome = run_command(["sh", "-c", 'exec "$@" > output', "sh", *command], env={"PYTHONUNBUFFERED": ""})
+    lines = [f"before the failure, rank {rank} writes to a terminal: False" for rank in range(2)]
+    assert sorted(Path("output").read_text().splitlines()) == lines, outcome
+    assert "\nmpicomm run: rank 1 of 2 on " in outcome.stderr, outcome
+    texts = ("MPI_ABORT was invoked", "prterun", "----", "\0")
+    assert [text for text in texts if text in outcome.stderr] == [], outcome
 
 
 @pytest.mark.each_mpi
