@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from mpicomm import rank_log
 from mpicomm.errors import LaunchError
@@ -55,10 +56,10 @@ def _replace_terminal() -> None:
             for number in (*STOPS, *WARNINGS):
                 signal.signal(number, signal.SIG_IGN)
             os.dup2(read, 0)
-            for name in os.listdir("/proc/self/fd"):
-                if int(name) > 1:
+            for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+                if number > 1:
                     with contextlib.suppress(OSError):  # that of the listing itself
-                        os.close(int(name))
+                        os.close(number)
             with contextlib.suppress(OSError):  # the launcher has ended
                 while data := os.read(0, 1 << 16):
                     while data:
