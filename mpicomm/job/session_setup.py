@@ -194,9 +194,11 @@ def is_first_to_fail() -> bool:
     current = session.current()
     if current is None or not _is_formed():
         return True
-    if current.watch is not None:
+    is_first = current.claim()
+    # Only now, and only the rank that prints its error: `mpicomm run` names the rank whose report arrives first.
+    if is_first and current.watch is not None:
         current.watch.fail()
-    return current.claim()
+    return is_first
 
 
 def report_exit_at_once(status: int) -> None:
