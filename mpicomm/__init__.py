@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         bootstrap as bootstrap,
         dump_flight_recorder as dump_flight_recorder,
     )
+    from mpicomm.job.rank_output import RankFilter as RankFilter, print_rank_0 as print_rank_0
     from mpicomm.job.recovery import recover as recover
     from mpicomm.job.session import World as World, current_world as current_world
     from mpicomm.job.shutdown import shutdown as shutdown

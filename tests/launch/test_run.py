@@ -210,9 +210,8 @@ def test_redirected_output_is_that_of_the_ranks_and_of_the_report(end: str) -> N
     outcome = run_command(["sh", "-c", 'exec "$@" > output', "sh", *command], env={"PYTHONUNBUFFERED": ""})
     lines = [f"before the failure, rank {rank} writes to a terminal: False" for rank in range(2)]
     assert sorted(Path("output").read_text().splitlines()) == lines, outcome
-    reported = re.findall(
-        r"^(?:\[mpicomm\]|mpicomm run:) (rank \d of 2 on \S+ (?:failed|died))", outcome.stderr, re.MULTILINE
-    )
+    report = r"^(?:\[mpicomm\]|mpicomm run:) (rank \d of 2 on \S+ (?:failed|died))"
+    reported = re.findall(report, outcome.stderr, re.MULTILINE)
     assert len(set(reported)) == 1, outcome
     assert len(reported) == 2 or not IS_OPEN_MPI, "MPICH's mpiexec often ends rank 0 before it reports the death"
     texts = ("MPI_ABORT was invoked", "prterun", "----", "\0")
