@@ -29,7 +29,7 @@ FORWARDED: Mapping[str, tuple[str, ...]] = {
     "collective libraries": ("NCCL_*", "OFI_NCCL_*", "RCCL_*", "CCL_*", "GLOO_*"),
     "accelerators": ("CUDA_*", "CUBLAS_WORKSPACE_CONFIG", "HIP_*", "HSA_*", "ROCR_*", "MIOPEN_*", "ZE_*"),
     "PyTorch": ("TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "TRITON_*"),
-    "models and metrics": ("HF_*", "TOKENIZERS_PARALLELISM", "WANDB_*"),
+    "models and metrics": ("HF_*", "TOKENIZERS_PARALLELISM", "WANDB_*", "MLFLOW_*"),
     "containers": ("APPTAINER*", "SINGULARITY*"),
     "the job": ("PBS_JOBID", "PBS_ARRAY_*", "LSB_JOBID", "LSB_JOBINDEX", "SLURM_JOB_ID", "SLURM_ARRAY_*"),
 }  # fmt: skip

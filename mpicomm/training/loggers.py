@@ -1,4 +1,4 @@
-"""Loggers, which receive the entries of a run on rank 0: TensorBoard, a CSV file, W&B, and functions of the user."""
+"""Loggers, which receive the entries of a run on rank 0: TensorBoard, CSV, W&B, MLflow, and functions of the user."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Logger = Callable[[dict[str, Any]], None]
 LoggerArgument = Logger | str | Sequence[Logger | str] | None
 
 CSV_NAME = "metrics.csv"
-WANDB_ID_NAME = "wandb-id"
-_PACKAGES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
+WANDB_ID_NAME, MLFLOW_ID_NAME = "wandb-id", "mlflow-id"
+_PACKAGES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases", "mlflow": "MLflow"}
 """The loggers that need a package of the same name."""
 
-NAMES = ("tensorboard", "csv", "wandb")
+NAMES = ("tensorboard", "csv", "wandb", "mlflow")
 _TABLE_EVENTS = ("step", "epoch", "eval", "step_eval")
 """The entries with metrics; others, such as "checkpoint", are no rows of a table."""
 
@@ -38,7 +38,7 @@ _ONCE_EVENTS = ("start", "resume", "recovery", "recovered", "skipped", "preempte
 _POSITION = ("event", "step", "epoch", "consumed", "time")
 
 _LOGGER = Expected(
-    "a function, 'tensorboard', 'csv', 'wandb' or a list of them",
+    "a function, 'tensorboard', 'csv', 'wandb', 'mlflow' or a list of them",
     lambda logger: isinstance(logger, str) or callable(logger),
     is_within=lambda logger: not isinstance(logger, str) or logger in NAMES,
     remedy="Pass a function that takes an entry (a dict), one of these names, a list of both, or omit logger.",
@@ -256,6 +256,54 @@ def _wandb_id(path: Path, step: int) -> str:
     return path.read_text()
 
 
+# -- MLflow ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _mlflow(directory: Path | None, step: int) -> Iterator[Logger]:
+    """Yield a logger that sends the numbers of each entry to MLflow.
+
+    It uses the run that the program has started, if any. Otherwise the directory of the run keeps the ID of the MLflow
+    run, so that a resumed run continues it. MLflow would show points twice that a run which was killed logs again.
+    """
+    import mlflow
+
+    with contextlib.ExitStack() as stack:
+        run = mlflow.active_run() or stack.enter_context(_mlflow_run(directory, step))
+        newest: dict[str, int] = {}
+
+        def is_new(name: str, at: int) -> bool:
+            if name not in newest:
+                history = mlflow.MlflowClient().get_metric_history(run.info.run_id, name) if step else []
+                newest[name] = max((point.step for point in history), default=-1)
+            return at > newest[name]
+
+        def log(entry: dict[str, Any]) -> None:
+            if entry["event"] == "start":  # parameters of MLflow cannot change, as those of "resume" do
+                mlflow.log_params(entry)
+            elif entry["event"] != "resume" and "step" in entry:
+                named = {f"{entry['event']}/{name}": value for name, value in _numbers(entry).items()}
+                values = {name: value for name, value in named.items() if is_new(name, entry["step"])}
+                mlflow.log_metrics(values, step=entry["step"])
+
+        yield log
+
+
+@contextlib.contextmanager
+def _mlflow_run(directory: Path | None, step: int) -> Iterator[Any]:
+    """Yield the run of MLflow. A run that starts again from its first step gets a new one."""
+    import mlflow
+
+    path = None if directory is None else directory / MLFLOW_ID_NAME
+    if path is not None:
+        _check_own(path, r"[0-9a-f]{32}\s*\Z")
+    known = path.read_text() if step and path is not None and path.exists() else None
+    with mlflow.start_run(run_id=known or None) as run:
+        if path is not None:
+            path.write_text(run.info.run_id)
+        yield run
+
+
 def _check_own(path: Path, content: str) -> None:
     """Raise FileExistsError if there is a file that does not begin with the regular expression `content`."""
     if path.exists() and not re.match(rf"{content}|\Z".encode(), path.read_bytes()):
@@ -266,4 +314,5 @@ _OPENED: dict[str, Callable[[Path | None, int], contextlib.AbstractContextManage
     "tensorboard": _tensorboard,
     "csv": _csv,
     "wandb": _wandb,
+    "mlflow": _mlflow,
 }

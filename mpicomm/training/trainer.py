@@ -211,7 +211,7 @@ class Trainer:
                 Without checkpoint_dir it has no effect.
             progress: "bar", "lines" or "none"; "auto" is a bar on terminals and lines elsewhere.
             logger: A function that is called on rank 0 with each entry of the metrics file (a dict), "tensorboard",
-                "csv" (`metrics.csv` in checkpoint_dir), "wandb" (Weights & Biases), or a list of these.
+                "csv" (`metrics.csv` in checkpoint_dir), "wandb" (Weights & Biases), "mlflow", or a list of these.
             rank_logs: Copy the output of each rank to rank_000.log, rank_001.log and so on in checkpoint_dir.
             profile: Steps to profile with torch.profiler, such as range(10, 13) for the steps 10, 11 and 12 of the run.
                 A trace for Perfetto (ui.perfetto.dev) is written to the folder `profile` in checkpoint_dir.

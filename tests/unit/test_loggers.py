@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +138,77 @@ def test_a_resumed_run_continues_its_run_of_wandb(tmp_path: Path, monkeypatch: p
     assert fake.calls[-2][1][1] != identity, "a run that starts again is another run"
 
 
+class FakeMLflow(types.ModuleType):
+    """The parts of MLflow's interface that the logger uses, with runs in memory; MLflow keeps repeated points."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.__spec__ = types.SimpleNamespace(name="mlflow")  # type: ignore[assignment]
+        self.points: dict[str, list[tuple[str, int, float]]] = {}
+        self.params: dict[str, dict[str, Any]] = {}
+        self.active: list[str] = []
+        self.MlflowClient = lambda: types.SimpleNamespace(get_metric_history=self._history)
+
+    @contextlib.contextmanager
+    def start_run(self, run_id: str | None = None) -> Iterator[Any]:
+        assert not self.active, "MLflow refuses a second active run"
+        self.active.append(run_id or f"{len(self.points):032x}")
+        self.points.setdefault(self.active[-1], [])
+        yield self.active_run()
+        self.active.pop()
+
+    def active_run(self) -> Any:
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=self.active[-1])) if self.active else None
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        assert self.active[-1] not in self.params, "MLflow refuses other values"
+        self.params[self.active[-1]] = params
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.points[self.active[-1]] += [(name, step, value) for name, value in metrics.items()]
+
+    def _history(self, run_id: str, key: str) -> list[Any]:
+        return [types.SimpleNamespace(step=step) for name, step, _ in self.points[run_id] if name == key]
+
+
+def test_mlflow_has_each_point_once_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process is killed in step 10; the second resumes from step 8, with a metric that begins at step 7."""
+    fake = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    loggers.check("mlflow", None)
+    for begin, end in ((0, 10), (8, 12)):
+        with loggers.opened("mlflow", tmp_path, begin) as (log,):
+            log(entry("resume" if begin else "start", begin, batch_size=32 + begin))
+            run(log, begin, end, resumes_at_evaluation=begin > 0)
+    (identity,) = fake.points
+    assert fake.params[identity]["batch_size"] == 32
+    shown = [(step, value) for name, step, value in fake.points[identity] if name == "step/loss"]
+    assert shown == [(step, 1 / step) for step in range(1, 13)]
+    shown = [(step, value) for name, step, value in fake.points[identity] if name == "step/late"]
+    assert shown == [(step, 2.0 * step) for step in range(7, 13)]
+    assert [step for name, step, _ in fake.points[identity] if name == "eval/accuracy"] == [4, 8, 12]
+    with loggers.opened("mlflow", tmp_path, 0):
+        assert fake.active != [identity], "a run that starts again is another run"
+    with fake.start_run() as own, loggers.opened("mlflow", tmp_path, 0) as (log,):
+        log(entry("step", 1, loss=0.5))
+        assert [name for name, *_ in fake.points[own.info.run_id]] == ["step/epoch", "step/consumed", "step/loss"]
+        assert fake.active == [own.info.run_id], "the run of the program is used"
+
+
 @pytest.mark.parametrize(
     ("logger", "name", "content"),
     [
         ("csv", "metrics.csv", "step,loss\n1,0.5\n"),
         ("csv", "metrics.csv", "event,step,epoch,consumed,timestamp\n"),
         ("wandb", "wandb-id", "the name of a run"),
+        ("mlflow", "mlflow-id", "the name of a run"),
     ],
 )
 def test_a_file_of_another_program_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logger: str, name: str, content: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    monkeypatch.setitem(sys.modules, "mlflow", FakeMLflow())
     (tmp_path / name).write_text(content)
     with (
         pytest.raises(FileExistsError, match=f"mpicomm did not write this file.*{name}"),
@@ -187,14 +247,15 @@ def test_each_logger_of_a_list_is_opened(tmp_path: Path) -> None:
     ("logger", "kind", "message"),
     [
         (
-            "mlflow",
+            "comet",
             ValueError,
-            "logger must be a function, 'tensorboard', 'csv', 'wandb' or a list of them, got 'mlflow'",
+            "logger must be a function, 'tensorboard', 'csv', 'wandb', 'mlflow' or a list of them, got 'comet'",
         ),
         (["csv", 3], TypeError, r"logger must be .*, got 3 \(int\)"),
         (["csv", "csv"], ValueError, "logger must contain each name once, got 'csv' twice"),
         ("csv", ValueError, "logger='csv' requires a checkpoint_dir"),
         ("wandb", ImportError, r'logger="wandb" requires Weights & Biases.\nInstall it: pip install wandb'),
+        ("mlflow", ImportError, r'logger="mlflow" requires MLflow.\nInstall it: pip install mlflow'),
         (
             ["tensorboard"],
             ImportError,
@@ -205,7 +266,7 @@ def test_each_logger_of_a_list_is_opened(tmp_path: Path) -> None:
 def test_loggers_that_cannot_be_used(
     logger: Any, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("wandb", "tensorboard"):
+    for name in ("wandb", "tensorboard", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(kind, match=message):
         loggers.check(logger, "run" if isinstance(logger, list) else None)
