@@ -56,10 +56,10 @@ def _replace_terminal() -> None:
             for number in (*STOPS, *WARNINGS):
                 signal.signal(number, signal.SIG_IGN)
             os.dup2(read, 0)
-            for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-                if number > 1:
+            for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+                if file > 1:
                     with contextlib.suppress(OSError):  # that of the listing itself
-                        os.close(number)
+                        os.close(file)
             with contextlib.suppress(OSError):  # the launcher has ended
                 while data := os.read(0, 1 << 16):
                     while data:

@@ -48,8 +48,8 @@ class RankFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record passes, and set its attribute `rank`."""
-        record.rank = _rank()
-        return self._ranks is None or record.rank in self._ranks or record.levelno >= self._other_level
+        rank = vars(record)["rank"] = _rank()
+        return self._ranks is None or rank in self._ranks or record.levelno >= self._other_level
 
 
 def _rank() -> int:
