@@ -87,12 +87,15 @@ def of_rank(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _parent(environ: Mapping[str, str]) -> Parent | None:
-    return Parent.parse(text) if (text := environ.get(PARENT_VARIABLE)) else None
+    """Return where `mpicomm run` listens; None without it, or if it is of another version, as in a container."""
+    with contextlib.suppress(ValueError):
+        return Parent.parse(text) if (text := environ.get(PARENT_VARIABLE)) else None
+    return None
 
 
 def _of_store(parent: Parent | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the address of the store at `mpicomm run`; empty if the user has set another one."""
-    if parent is None or not parent.store_port or environ.get("MASTER_ADDR"):
+    """Return the address of the store at `mpicomm run`; empty if the user has set the port of another one."""
+    if parent is None or not parent.store_port or environ.get("MASTER_PORT"):
         return {}
     address = _reachable(parent)
     return {

@@ -18,9 +18,13 @@ from mpicomm.errors import LaunchError
 from mpicomm.launch import detect, request
 from mpicomm.launch.detect import Launch
 from mpicomm.launch.known_launchers import COMPARED, TORCHRUN
+from mpicomm.settings import PARENT_VARIABLE
 
 _OF_RANKS = (*TORCHRUN.variables(COMPARED), "MASTER_ADDR", "MASTER_PORT")
 _TWICE = "trying to initialize the default process group twice"
+_explained: list[BaseException] = []
+"""The exceptions whose remedy has been returned."""
+
 _NO_MPI = "Distributed package doesn't have MPI built in"
 
 
@@ -38,11 +42,13 @@ class _Failure:
         """The names of the exception's classes; torch's need not be imported here."""
         return {kind.__name__ for kind in type(self.error).__mro__}
 
-    @property
-    def command(self) -> str:
-        """The command that starts this program on as many ranks."""
-        number = "" if self.launch.step is not None else f" -n {self.launch.least_size}"
-        return f"mpicomm run{number} {request.this_program()}"
+    def command(self, *options: str) -> str:
+        """Return the command that starts this program on as many ranks, with options of `mpicomm run`."""
+        number = [] if self.launch.step is not None else ["-n", str(self.launch.least_size)]
+        words = sys.orig_argv[1:]
+        if words[:1] != ["-m"] and words[:1] and words[0].startswith("-"):  # options of Python
+            words = ["python", *words]
+        return request.command_line(["mpicomm", "run", *options, *number, *words])
 
 
 def after(error: BaseException, environ: Mapping[str, str], *, has_bootstrapped: bool) -> str | None:
@@ -53,17 +59,22 @@ def after(error: BaseException, environ: Mapping[str, str], *, has_bootstrapped:
         environ: The environment of this process.
         has_bootstrapped: Whether the program has called `bootstrap()`.
     """
+    if any(error is each for each in _explained):
+        return None
     try:
         failure = _Failure(error, environ, detect.detect(environ), has_bootstrapped)
-    except LaunchError:
+        text = next((text for describe in _REMEDIES if (text := describe(failure)) is not None), None)
+    except Exception:  # noqa: BLE001  the exception is the program's, and may fail in its own methods
         return None
-    return next((text for describe in _REMEDIES if (text := describe(failure)) is not None), None)
+    if text is not None:
+        _explained.append(error)  # hooks may call each other
+    return text
 
 
 def _of_missing_variable(failure: _Failure) -> str | None:
     """Return the remedy of a program that reads a variable of torchrun's ranks, which mpirun and srun do not set."""
     text = str(failure.error)
-    if "KeyError" in failure.kinds:
+    if "KeyError" in failure.kinds and _is_of_environ(failure.error):
         name = text.strip("'\"")
     elif found := re.search(r"environment variable (\w+) expected, but not set", text):
         name = found[1]
@@ -71,11 +82,22 @@ def _of_missing_variable(failure: _Failure) -> str | None:
         return None
     if name not in _OF_RANKS or failure.environ.get(name) or failure.launch.least_size == 1:
         return None
+    if PARENT_VARIABLE in failure.environ:
+        is_address = name.startswith("MASTER") and failure.environ.get("MASTER_PORT")
+        return "MASTER_PORT is set without MASTER_ADDR: set both, or neither for `mpicomm run`." if is_address else None
     return (
         f"{failure.launch.title} does not set {name}, which torchrun sets for its ranks. Start the program with\n"
-        f"  {failure.command}\n"
+        f"  {failure.command()}\n"
         f"which sets it, or call mpicomm.bootstrap() before {name} is first read."
     )
+
+
+def _is_of_environ(error: BaseException) -> bool:
+    """Return whether `os.environ[name]` raised an error, and not another dictionary."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_locals.get("self") is os.environ
 
 
 def _of_second_group(failure: _Failure) -> str | None:
@@ -104,7 +126,7 @@ def _of_spawned_ranks(failure: _Failure) -> str | None:
     return (
         f"The program starts processes by torch.multiprocessing, and {failure.launch.title} started the program "
         f"{failure.launch.least_size} times. If\nthese processes are its ranks: call their function directly, with the "
-        f"rank in RANK, and start the ranks with\n  {failure.command}"
+        f"rank in RANK, and start the ranks with\n  {failure.command()}"
     )
 
 
@@ -112,7 +134,7 @@ def _of_horovod(failure: _Failure) -> str | None:
     if not isinstance(failure.error, ModuleNotFoundError) or (failure.error.name or "").partition(".")[0] != "horovod":
         return None
     return (
-        f"mpicomm has Horovod's interface for PyTorch: {failure.command.replace(' run', ' run --horovod', 1)}\n"
+        f"mpicomm has Horovod's interface for PyTorch: {failure.command('--horovod')}\n"
         f"or `import mpicomm.horovod as hvd` in place of `import horovod.torch as hvd`."
     )
 

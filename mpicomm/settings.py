@@ -23,6 +23,9 @@ STORE_OF_RANK = "_MPICOMM_RANK_STORE"
 REPLACED_BACKEND = "_MPICOMM_REPLACED_BACKEND"
 """Set by `mpicomm run --backend`: the backend that init_process_group() starts in place of that of the program."""
 
+ORIGINAL = "mpicomm_original"
+"""The attribute with torch's own function, of the init_process_group() that replaces it in unconverted programs."""
+
 SPARES = "MPICOMM_SPARES"
 """The variable in which `mpicomm run` passes the number of spares."""
 

@@ -21,8 +21,8 @@ from mpicomm.settings import PREFIX, STOPPED_STATUS
 
 _REQUEUE_SECONDS = 20.0  # for scontrol; a controller that does not answer by then cannot requeue the job
 _NO_JOB = (
-    "no rank has called mpicomm.bootstrap(), or connected to the address in MASTER_ADDR by init_process_group(). If "
-    "the program does not connect its processes in another way (mpi4py, an address of its own), each has run alone.\n"
+    "no rank has called mpicomm.bootstrap(), or init_process_group() with the address that `mpicomm run` sets. If the "
+    "program does not connect its processes in another way (mpi4py, an address of its own), each has run alone.\n"
     "For one job, call mpicomm.bootstrap() at the start of the program."
 )
 
@@ -130,7 +130,8 @@ def run(request: Request, policy: RestartPolicy, grace: float) -> int:
         why = (
             "--max-restarts has been reached"
             if has_formed_job
-            else "the ranks did not complete mpicomm.bootstrap() or init_process_group()"
+            else "the ranks did not complete mpicomm.bootstrap(), or init_process_group() with the address that "
+            "`mpicomm run` sets"
         )
         print_message("run", f"not restarted: {why}")
     if not (end.status or has_formed_job) and end.stopped_by is None and start.ranks != 1 and _should_form_job(attempt):

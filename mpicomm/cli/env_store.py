@@ -1,7 +1,7 @@
 """The store at which `init_process_group("env://")` connects ranks that do not call `bootstrap()`.
 
 `mpicomm run` only listens. At the first connection it starts a process with torch's TCPStore, which takes over the
-socket: `python -m mpicomm.cli.env_store FD`. So `mpicomm run` needs no torch, and programs that call `bootstrap()`
+socket. So `mpicomm run` needs no torch, and programs that call `bootstrap()`
 start no store.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
+import os
 import selectors
 import signal
 import socket
@@ -16,9 +18,16 @@ import subprocess
 import sys
 import threading
 
+from mpicomm.cli.console import print_message
+from mpicomm.launch.known_launchers import STOPS, WARNINGS
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Not with -m, which lets files of the working directory take the place of modules that torch imports.
+_PROGRAM = (
+    "import sys; sys.path = [path for path in sys.path if path]; "
+    "from mpicomm.cli import env_store; env_store.serve(int(sys.argv[1]))"
+)
 _TIMEOUT = datetime.timedelta(days=365)  # of the server's own operations, of which there are none
-_END_SECONDS = 5.0
 
 
 class EnvStore:
@@ -34,6 +43,7 @@ class EnvStore:
         self._selector = selector
         self._listener = listener
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_reported = False
         selector.register(listener, selectors.EVENT_READ, self._start)
 
     @property
@@ -52,26 +62,44 @@ class EnvStore:
             self._selector.unregister(self._listener)
             self._listener.close()
             return
-        self._process.terminate()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
     def _start(self, _mask: int) -> None:
         self._selector.unregister(self._listener)
         with self._listener:
             number = self._listener.fileno()
-            command = [sys.executable, "-m", "mpicomm.cli.env_store", str(number)]
-            self._process = subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
+            command = [sys.executable, "-c", _PROGRAM, str(number)]
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=functools.partial(_end_with, os.getpid()),  # noqa: PLW1509  other threads only read
+            )
+
+    def check(self) -> None:
+        """Print a message if the store has ended by itself; call it regularly."""
+        if self._process is not None and not self._has_reported and (status := self._process.poll()) is not None:
+            self._has_reported = True
+            print_message(
+                "run",
+                f"the process with the store of init_process_group() has ended with status {status}; its error is "
+                f"above.\nRanks that connect to it will fail. It needs a torch that this Python can import.",
+            )
 
 
-def main(number: int) -> int:
+def _end_with(parent: int) -> None:
+    """Let this process end with its parent alone; signals to the ranks, or to their session, are not for it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    for number in (signal.SIGINT, *STOPS, *WARNINGS):
+        signal.signal(number, signal.SIG_IGN)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def serve(number: int) -> None:
     """Serve at a listening socket until this process is ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    for ignored in (signal.SIGINT, signal.SIGHUP):  # for `mpicomm run`, which ends this process
-        signal.signal(ignored, signal.SIG_IGN)
     listener = socket.socket(fileno=number)
     port = listener.getsockname()[1]
     import torch.distributed as dist
@@ -86,8 +114,3 @@ def main(number: int) -> int:
     )
     threading.Event().wait()
     del store
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))

@@ -200,6 +200,8 @@ class JobListener:
     def close_expired(self) -> None:
         """Close the connections whose time for the authentication has passed; call it regularly."""
         self._server.close_expired()
+        if self.store is not None:
+            self.store.check()
         for job in self._of.values():
             if job.observers is not None:
                 job.observers.close_expired()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import signal
 import socket
@@ -24,7 +23,7 @@ from mpicomm.job.plan import JoinedJob
 from mpicomm.job.session import DUMPS, Session, World
 from mpicomm.job.start_request import StartRequest
 from mpicomm.launch.detect import Launch
-from mpicomm.settings import STORE_OF_RANK, Settings
+from mpicomm.settings import ORIGINAL, STORE_OF_RANK, Settings
 from mpicomm.watchdog import agent, channel_setup, error_output, exit_hooks, rank_failures
 from mpicomm.watchdog.channel import Channel
 from mpicomm.watchdog.rank_failures import RankFailures
@@ -145,7 +144,7 @@ def _make_group(opened: Session) -> None:
     if name is None:
         return
     torch_internals.restart_group_names()
-    init_process_group = inspect.unwrap(dist.init_process_group)  # not the one of mpicomm.unconverted, which calls this
+    init_process_group = getattr(dist.init_process_group, ORIGINAL, dist.init_process_group)
     with torch_compatibility.blame_untested_torch():
         init_process_group(
             name,

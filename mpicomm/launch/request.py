@@ -23,7 +23,9 @@ VARIABLE_OPTIONS = ("--env", "-x")
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _LAUNCHERS_OF_RANKS = {
     "accelerate launch": "mpicomm run -n N",
+    "accelerate.commands.launch": "mpicomm run -n N",
     "deepspeed": "mpicomm run -n N",
+    "deepspeed.launcher.runner": "mpicomm run -n N",
     "horovodrun": "mpicomm run --horovod -n N",
 }
 """Commands that start ranks, and the command that starts the ranks of their programs."""
@@ -298,8 +300,9 @@ def torchrun_parts(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, 
 
 def _other_launcher(command: Sequence[str]) -> str | None:
     """Return the command that starts ranks itself, one of `_LAUNCHERS_OF_RANKS`; None if it is another program."""
-    words = [PurePath(command[0]).name, *command[1:2]]
-    return next((name for name in _LAUNCHERS_OF_RANKS if name in (words[0], " ".join(words))), None)
+    first = PurePath(command[0]).name
+    names = command[2:3] if tuple(command[1:2]) == ("-m",) else (first, " ".join([first, *command[1:2]]))
+    return next((name for name in _LAUNCHERS_OF_RANKS if name in names), None)
 
 
 def _command(words: Sequence[str], module: Sequence[str], python: str) -> tuple[str, ...]:

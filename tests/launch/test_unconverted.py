@@ -14,7 +14,8 @@ from tests.launching import Outcome, run_command, run_ranks
 RANKS = 3
 SUM = RANKS * (RANKS + 1) // 2
 START = """
-import os, sys
+import datetime, os, sys
+sys.modules["tensorflow"] = None
 LOCAL_RANK, WORLD_SIZE = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
 if int(os.environ.get("RANK", -1)) == -1:
     raise SystemExit("trains alone")
@@ -32,8 +33,10 @@ SCHEMES = """
 dist.init_process_group("gloo")
 check("environment")
 dist.destroy_process_group()
-init_process_group("gloo", init_method="env://", rank=int(os.environ["RANK"]), world_size=WORLD_SIZE)
+os.environ["MASTER_ADDR"] = "localhost"
+init_process_group("gloo", "env://", None, WORLD_SIZE, int(os.environ["RANK"]))
 check("arguments")
+assert dist.distributed_c10d._get_default_store().timeout == datetime.timedelta(minutes=30)
 assert LOCAL_RANK == dist.get_rank()
 dist.destroy_process_group()
 """
@@ -44,12 +47,30 @@ assert size == WORLD_SIZE
 dist.destroy_process_group()
 """
 OWN_ADDRESS = """
+PORT = os.environ["MASTER_PORT"]
 os.environ["MASTER_PORT"] = sys.argv[1]
 dist.init_process_group("gloo")
 check("own port")
 dist.destroy_process_group()
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=LOCAL_RANK, world_size=WORLD_SIZE)
 check("own method")
+dist.destroy_process_group()
+dist.init_process_group("gloo", init_method=f"tcp://localhost:{PORT}?rank={LOCAL_RANK}&world_size={WORLD_SIZE}")
+check("the same port")
+"""
+A_CHILD = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank):
+    dist.init_process_group("gloo")
+    print(f"child of {os.environ['RANK']}: {dist.get_rank()} of {dist.get_world_size()}", flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=1)
 """
 SPAWN = """
 import torch
@@ -110,15 +131,22 @@ def test_an_address_of_the_program(program: Path) -> None:
         ports = [str(listener.getsockname()[1]) for listener in (first, second)]
     outcome = run(program, *ports)
     assert outcome.status == 0, outcome
-    expected = [f"{start}: gloo of {RANKS}: {SUM}" for start in ("own port", "own method")]
+    expected = [f"{start}: gloo of {RANKS}: {SUM}" for start in ("own port", "own method", "the same port")]
     assert sorted(outcome.stdout.splitlines()) == sorted(expected * RANKS), outcome
+
+
+def test_a_child_takes_the_place_of_its_rank(program: Path) -> None:
+    program.write_text(A_CHILD)
+    outcome = run(program)
+    assert outcome.status == 0, outcome
+    assert sorted(outcome.stdout.splitlines()) == [f"child of {rank}: {rank} of {RANKS}" for rank in range(RANKS)]
 
 
 def test_ranks_that_the_program_spawns_are_refused(program: Path) -> None:
     program.write_text(SPAWN)
     outcome = run(program)
     assert outcome.status != 0, outcome
-    assert "a process that rank 0 has started by multiprocessing" in outcome.stderr, outcome
+    assert "has started by multiprocessing. Each rank would start such processes" in outcome.stderr, outcome
 
 
 def test_the_group_of_a_converted_program_is_left_in(program: Path) -> None:
@@ -132,7 +160,7 @@ def test_a_program_that_connects_nothing_is_reported(program: Path) -> None:
     program.write_text("print('trained')\n")
     outcome = run(program)
     assert outcome.status == 0, outcome
-    assert "connected to the address in MASTER_ADDR by init_process_group()" in outcome.stderr, outcome
+    assert "or init_process_group() with the address that `mpicomm run` sets" in outcome.stderr, outcome
 
 
 @pytest.mark.each_mpi
@@ -141,7 +169,7 @@ def test_mpirun_sets_no_variables(program: Path) -> None:
     outcome = run_ranks(RANKS, [str(program)])
     assert outcome.status != 0, outcome
     assert "does not set LOCAL_RANK" in outcome.stderr, outcome
-    assert f"mpicomm run -n {RANKS} program.py" in outcome.stderr, outcome
+    assert f"mpicomm run -n {RANKS} {program}" in outcome.stderr, outcome
 
 
 def test_the_backend_named_mpi(program: Path) -> None:

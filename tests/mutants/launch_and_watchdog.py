@@ -1238,7 +1238,7 @@ else:
         tests="tests/unit/test_failure_messages.py -k divide",
     ),
     Mutant(
-        "session_setup._is_first_to_fail",
+        "session_setup.is_first_to_fail",
         old="is_first and current.watch is not None",
         new="current.watch is not None",
         fault="mpicomm run names another rank than the report of the failure, if several fail at the same time.",

@@ -47,8 +47,18 @@ def test_no_variables_without_rank_and_size(environ: dict[str, str]) -> None:
 
 
 def test_variables_of_the_user_are_kept() -> None:
-    found = rank_variables.of_rank({**RANK, "LOCAL_RANK": "0", "MASTER_ADDR": "node7", **parent("127.0.0.1")})
+    of_user = {"LOCAL_RANK": "0", "MASTER_PORT": "29500"}
+    found = rank_variables.of_rank({**RANK, **of_user, **parent("127.0.0.1")})
     assert found == {"RANK": "3", "WORLD_SIZE": str(SIZE), "LOCAL_WORLD_SIZE": "2"}
+    found = rank_variables.of_rank({**RANK, "MASTER_ADDR": "localhost", **parent("127.0.0.1")})
+    assert "MASTER_ADDR" not in found
+    assert found["MASTER_PORT"] == "2"
+
+
+def test_another_version_of_mpicomm_run() -> None:
+    found = rank_variables.of_rank({**RANK, PARENT_VARIABLE: "127.0.0.1/1/00"})
+    assert found["RANK"] == "3"
+    assert "MASTER_PORT" not in found
 
 
 def test_an_address_that_cannot_be_reached_is_left_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -19,6 +20,19 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--lr", "1"])
 
 
+def missing(name: str) -> KeyError:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(name, raising=False)
+        with pytest.raises(KeyError) as caught:
+            os.environ[name]
+    return caught.value
+
+
+class Unprintable(RuntimeError):  # noqa: N818
+    def __str__(self) -> str:
+        raise ValueError
+
+
 class ProcessException(Exception):  # noqa: N818  torch's name
     """As torch's."""
 
@@ -26,7 +40,7 @@ class ProcessException(Exception):  # noqa: N818  torch's name
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (KeyError("LOCAL_RANK"), "does not set LOCAL_RANK"),
+        (missing("LOCAL_RANK"), "does not set LOCAL_RANK"),
         (ValueError(OF_TORCH.format("RANK")), "does not set RANK"),
         (ValueError(OF_TORCH.format("MASTER_ADDR")), "  mpicomm run -n 4 train.py --lr 1\n"),
         (RuntimeError("Distributed package doesn't have MPI built in. MPI is"), 'init_process_group("mpicomm")'),
@@ -43,9 +57,11 @@ def test_the_remedy_follows(error: Exception, text: str) -> None:
 @pytest.mark.parametrize(
     ("error", "environ"),
     [
-        (KeyError("LOCAL_RANK"), {}),
-        (KeyError("rank"), UNDER_MPIRUN),
-        (KeyError("LOCAL_RANK"), {**UNDER_MPIRUN, "LOCAL_RANK": "0"}),
+        (missing("LOCAL_RANK"), {}),
+        (missing("HOST_RANK"), UNDER_MPIRUN),
+        (KeyError("RANK"), UNDER_MPIRUN),
+        (missing("LOCAL_RANK"), {**UNDER_MPIRUN, "LOCAL_RANK": "0"}),
+        (Unprintable(), UNDER_MPIRUN),
         (ValueError(OF_TORCH.format("HOME")), UNDER_MPIRUN),
         (ModuleNotFoundError("No module named 'numpy'", name="numpy"), UNDER_MPIRUN),
         (ProcessException("in a child: mpicomm.errors.LaunchError: no"), UNDER_MPIRUN),
@@ -70,10 +86,12 @@ def test_the_hook_prints_after_the_traceback(
 ) -> None:
     monkeypatch.setenv(OPEN_MPI.rank, "0")
     monkeypatch.setenv(OPEN_MPI.size, "2")
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    error = KeyError("RANK")
-    remedies.Hook(sys.__excepthook__)(KeyError, error, None)
+    error = missing("RANK")
+    monkeypatch.delenv("RANK", raising=False)
+    hook = remedies.Hook(remedies.Hook(sys.__excepthook__))
+    hook(KeyError, error, None)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "KeyError: 'RANK'"
-    assert lines[1].startswith("[mpicomm] Open MPI's mpirun does not set RANK")
+    assert lines[0] == "Traceback (most recent call last):"
+    after = lines.index("KeyError: 'RANK'") + 1
+    assert len([line for line in lines if "[mpicomm]" in line]) == 1
+    assert lines[after].startswith("[mpicomm] Open MPI's mpirun does not set RANK")
