@@ -1,8 +1,5 @@
 """Sets the variables of torchrun's ranks, then runs a rank's program: `python -m mpicomm.rank_variables COMMAND...`.
 
-Open MPI gives each rank a pseudo-terminal as standard output, also if `mpicomm run` writes to a file or a pipe. Then
-the rank gets a pipe instead, so that programs print neither colours nor progress bars into the file.
-
 `mpicomm run` wraps the ranks so. Programs that do not call `bootstrap()` take their rank from these variables, often
 when they are imported, and without them many take themselves for the only process. `init_process_group("env://")`
 connects the ranks by a store that `mpicomm run` opens at the first connection (`cli/env_store.py`). `--backend NAME`
@@ -13,16 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from mpicomm import rank_log
 from mpicomm.errors import LaunchError
 from mpicomm.launch import detect
-from mpicomm.launch.known_launchers import COMPARED, STOPS, TORCHRUN, WARNINGS
+from mpicomm.launch.known_launchers import COMPARED, TORCHRUN
 from mpicomm.settings import PARENT_VARIABLE, REPLACED_BACKEND, STORE_OF_RANK
 from mpicomm.watchdog.parent_link import Parent
 
@@ -35,40 +30,8 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--backend"]:
         os.environ.update({REPLACED_BACKEND: arguments[1], _AUTOLOAD: "1"})
         arguments = arguments[2:]
-    parent = _parent(os.environ)
     os.environ.update(of_rank(os.environ))
-    if parent is not None and not parent.has_terminal and os.isatty(1):
-        _replace_terminal()
     return rank_log.become(arguments)
-
-
-def _replace_terminal() -> None:
-    """Make the standard output a pipe, which a process without a parent copies to the terminal.
-
-    The rank keeps its process. The copying process has a session of its own, so that a signal to the rank's group does
-    not end it before it has copied everything.
-    """
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        if os.fork() == 0:
-            os.setsid()
-            for number in (*STOPS, *WARNINGS):
-                signal.signal(number, signal.SIG_IGN)
-            os.dup2(read, 0)
-            for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-                if file > 1:
-                    with contextlib.suppress(OSError):  # that of the listing itself
-                        os.close(file)
-            with contextlib.suppress(OSError):  # the launcher has ended
-                while data := os.read(0, 1 << 16):
-                    while data:
-                        data = data[os.write(1, data) :]
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.dup2(write, 1)
-    os.close(read)
-    os.close(write)
 
 
 def of_rank(environ: Mapping[str, str]) -> dict[str, str]:

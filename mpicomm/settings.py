@@ -14,9 +14,6 @@ LAUNCHERS = ("single", "mpi", "torchrun", "slurm")
 PARENT_VARIABLE = "MPICOMM_PARENT"
 """The variable in which `mpicomm run` passes its address to the ranks."""
 
-PARENT_PID = "_MPICOMM_RUN_PID"
-"""Set in the ranks on the host of `mpicomm run`: its process ID."""
-
 STORE_OF_RANK = "_MPICOMM_RANK_STORE"
 """Set in a rank: the address and the port of its store, which is also that of its children."""
 

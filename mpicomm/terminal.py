@@ -2,8 +2,7 @@
 
 Launchers relay the output of their ranks. Open MPI gives each rank a pseudo-terminal of 80 columns even if the launcher
 itself writes to a file or a pipe; MPICH gives each rank a pipe even if it writes to a terminal. In a rank, the output
-of the launcher therefore decides, or that of `mpicomm run`, which relays a stream of some launchers. /proc shows it if
-they run on this node.
+of the launcher therefore decides. /proc shows it if the launcher runs on this node.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from rich.text import Text
 
 from mpicomm import host_info
 from mpicomm.launch.known_launchers import starts_ranks
-from mpicomm.settings import PARENT_PID
 
 _BINARY_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _UNKNOWN_COLUMNS = 80  # width of a terminal that does not report its size
@@ -71,15 +69,13 @@ def columns(stream: TextIO) -> int | None:
     """Return the width in columns of the terminal that shows a stream; None if no terminal shows it."""
     try:
         own = stream.fileno()
-        above = processes_above()
-        launchers = [pid for pid, name in above if starts_ranks(name)]
+        launchers = [pid for pid, name in processes_above() if starts_ranks(name)]
         is_relayed = bool(launchers) and own in (1, 2)
         if not is_relayed:
             return _width(own)
         if stat.S_ISREG(os.fstat(own).st_mode):  # redirected by the rank itself: the launcher does not relay it
             return None
-        parents = [pid for pid, _ in above if str(pid) == os.environ.get(PARENT_PID)]
-        return _width_of_file(f"/proc/{(launchers + parents)[-1]}/fd/{own}")
+        return _width_of_file(f"/proc/{launchers[-1]}/fd/{own}")
     except (OSError, ValueError):
         return None
 

@@ -28,14 +28,7 @@ _FOREGROUND_SECONDS = 0.5  # between checks whether this process may read the te
 _libc = ctypes.CDLL(None)
 
 
-def start(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    has_input: bool = True,
-    stdout: int | None = None,
-    stderr: int | None = None,
-) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], environ: Mapping[str, str], *, has_input: bool = True) -> subprocess.Popen[bytes]:
     """Start a command, which receives SIGTERM when this process is killed; call it on the main thread.
 
     In a session of its own it gets neither the terminal's Ctrl-C nor the signals that a scheduler sends to a session.
@@ -43,8 +36,6 @@ def start(
 
     Args:
         has_input: Whether it reads the standard input of this process; the next command does otherwise.
-        stdout: The file descriptor of its standard output; None for that of this process.
-        stderr: The same for its standard error.
 
     Raises:
         OSError: If it cannot be executed.
@@ -68,8 +59,6 @@ def start(
             command,
             env=environ,
             stdin=stdin if has_input else subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
             preexec_fn=prepare,  # noqa: PLW1509
             start_new_session=True,
         )

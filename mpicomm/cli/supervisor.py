@@ -24,7 +24,6 @@ from mpicomm.arguments import Deadline
 from mpicomm.cli import child_process
 from mpicomm.cli.console import print_message
 from mpicomm.cli.job_listener import Job, JobListener
-from mpicomm.cli.output_relay import OutputRelay
 from mpicomm.errors import LaunchError
 from mpicomm.launch.known_launchers import STOPS, WARNINGS
 from mpicomm.launch.request import Start
@@ -121,14 +120,12 @@ class Supervisor:
         Raises:
             OSError: If it cannot be executed.
         """
-        start = self._start.with_parent(str(self._listener.parent), os.getpid())
+        start = self._start.with_parent(str(self._listener.parent))
         try:
             with self._catching_signals():
-                relay = self._start_launcher(start)
+                self._process = child_process.start(start.command, start.environ, has_input=start.has_input)
                 self._run_launcher()
                 status, cause = self._result(self._process.returncode)
-                if relay is not None:
-                    relay.finish(drops_messages=bool(cause))
                 if status or self._is_forced:
                     child_process.kill_descendants()
         finally:
@@ -141,19 +138,6 @@ class Supervisor:
         may_have_lost_host = is_spread and any(job.may_have_lost_host for job in self._listener.jobs)
         failed_hosts = tuple(host for job in self._listener.jobs if not job.is_finished for host in job.failed_hosts)
         return End(status, self._stopped_by, self._listener.has_formed_job, cause, may_have_lost_host, failed_hosts)
-
-    def _start_launcher(self, start: Start) -> OutputRelay | None:
-        """Start the launcher; return the relay of the stream with its messages about failures, if they are known."""
-        if start.failure_messages is None:
-            self._process = child_process.start(start.command, start.environ, has_input=start.has_input)
-            return None
-        relay = OutputRelay(start.failure_messages)
-        streams = {{1: "stdout", 2: "stderr"}[relay.stream]: relay.write_end}
-        try:
-            self._process = child_process.start(start.command, start.environ, has_input=start.has_input, **streams)
-        finally:
-            relay.start()
-        return relay
 
     def _run_launcher(self) -> None:
         """Wait until the launcher has ended; an error of this process ends it, too."""

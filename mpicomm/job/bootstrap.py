@@ -100,8 +100,6 @@ def bootstrap(
         if abort_on_error:
             rank, size = (launch.rank, launch.size) if launch else (detect.guess_rank(os.environ), 1)
             exit_hooks.arm(rank, size, socket.gethostname())
-    if launch.size > 1:
-        error_output.flush_each_line()
     # 3. join the job
     if launch.kind in ("torchrun", "slurm"):
         job = torchrun_job.join(request, launch, settings.hang_seconds)

@@ -28,11 +28,11 @@ def print_rank_0(*values: object, **options: Any) -> None:
 
 
 class RankFilter(logging.Filter):
-    """Passes the log records of some ranks, by default of rank 0, and gives each record the attribute `rank`.
+    """Passes the log records of some ranks, by default of rank 0, and gives records the attribute `rank`.
 
     Add it to handlers or loggers: a filter of a handler also filters the records of other libraries. It does not
     communicate, and works also before `bootstrap`, as `print_rank_0`. Records of at least `other_level` pass on every
-    rank.
+    rank. A record that has an attribute `rank`, from `extra`, keeps it.
     """
 
     def __init__(self, ranks: Collection[int] | None = (0,), *, other_level: int = logging.ERROR) -> None:
@@ -41,14 +41,18 @@ class RankFilter(logging.Filter):
         Args:
             ranks: The ranks whose records pass; None for all ranks.
             other_level: The level from which the records of the other ranks pass, too.
+
+        Raises:
+            TypeError: If the ranks are no collection.
         """
         super().__init__()
-        self._ranks = ranks
+        self._ranks = None if ranks is None else frozenset(ranks)
         self._other_level = other_level
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record passes, and set its attribute `rank`."""
-        rank = vars(record)["rank"] = _rank()
+        rank = _rank()
+        vars(record).setdefault("rank", rank)
         return self._ranks is None or rank in self._ranks or record.levelno >= self._other_level
 
 

@@ -175,7 +175,7 @@ def mpiexec(
     if request.container is not None:
         request.container.check_connection(is_pmix=library.vendor == OPEN_MPI.vendor)
     command = (path, *options, *_last_words(request, machine, bound))
-    return Start(command, child, is_local, parent_options, place.ranks, failure_messages=mpi.failure_messages)
+    return Start(command, child, is_local, parent_options, place.ranks)
 
 
 def _binding_by_mpiexec(

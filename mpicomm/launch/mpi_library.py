@@ -8,9 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpicomm.launch import failure_messages, visible_devices
+from mpicomm.launch import visible_devices
 from mpicomm.launch.containers import Separation
-from mpicomm.launch.failure_messages import FailureMessages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +43,6 @@ class Implementation:
     """Lets the other ranks continue if a rank fails; empty if it cannot."""
     forwarded: str = ""
     """Forwards a variable to other hosts, if it does not forward all."""
-    failure_messages: FailureMessages | None = None
-    """What it prints about a failed rank, as far as the texts are known."""
 
     # 2. variables of mpiexec
     binding_variables: tuple[str, ...] = ()
@@ -91,7 +88,6 @@ OPEN_MPI = Implementation(
     agent="--mca plm_rsh_agent {agent}",
     fault_tolerant="--with-ft ulfm",  # since Open MPI 5
     forwarded="-x {name}",
-    failure_messages=failure_messages.OPEN_MPI,
     binding_variables=("OMPI_MCA_hwloc_base_binding_policy", "PRTE_MCA_hwloc_default_binding_policy"),
     root_environ={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     srun_types=("pmix",),
@@ -104,7 +100,6 @@ MPICH = Implementation(
     commands=("mpiexec.mpich", "mpiexec", "mpiexec.hydra"),
     package="mpich",
     version_output="HYDRA build details",
-    failure_messages=failure_messages.MPICH,
     bound_to_lists="-bind-to user:{lists}",  # numbers of Linux, for the ranks of a host in turn (HYDRA, topo_hwloc.c)
     binding_variables=("HYDRA_BIND_TO",),
     gpu_environ={"MPIR_CVAR_ENABLE_GPU": "1"},

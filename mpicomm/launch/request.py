@@ -13,8 +13,7 @@ from mpicomm.errors import LaunchError
 from mpicomm.launch.allocation import Allocation, Host, HostAllocation
 from mpicomm.launch.binding import Processors
 from mpicomm.launch.containers import CARRIER, OF_IMAGE, PYTHON, Container
-from mpicomm.launch.failure_messages import FailureMessages
-from mpicomm.settings import PARENT_PID, PARENT_VARIABLE
+from mpicomm.settings import PARENT_VARIABLE
 
 _PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
 VARIABLE_OPTIONS = ("--env", "-x")
@@ -174,17 +173,13 @@ class Start:
     has_store: bool = False
     """Whether ranks may connect by `init_process_group("env://")`."""
 
-    failure_messages: FailureMessages | None = None
-    """What the launcher prints about a failed rank, as far as the texts are known."""
-
     hidden: frozenset[str] = frozenset()
     """The variables of the user, whose values may be secrets and are not shown."""
 
-    def with_parent(self, parent: str, pid: int) -> Start:
-        """Return the launch with the address at which rank 0 reaches `mpicomm run`, and with its process ID."""
+    def with_parent(self, parent: str) -> Start:
+        """Return the launch with the address at which rank 0 reaches `mpicomm run`."""
         command = (self.command[0], *self.parent_options, *self.command[1:])
-        added = {PARENT_VARIABLE: parent, PARENT_PID: str(pid)}
-        return dataclasses.replace(self, command=command, environ={**self.environ, **added})
+        return dataclasses.replace(self, command=command, environ={**self.environ, PARENT_VARIABLE: parent})
 
     def shown(self, before: Mapping[str, str]) -> str:
         """Return the equivalent command line for a shell with the environment `before`; hidden values are `***`."""

@@ -1,4 +1,4 @@
-"""`pytest --ranks N`: replaces the process by `mpicomm run -n N -m pytest --with-mpi`, with the same arguments."""
+"""`pytest --ranks N`: replaces the process by `mpicomm run -n N python -m pytest --with-mpi`, with its arguments."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ _REFUSED = (
     ("numprocesses", "-n", "The processes of pytest-xdist are not ranks of a job"),
     ("tx", "--tx", "The processes of pytest-xdist are not ranks of a job"),
     ("looponfail", "--looponfail", "The processes of pytest-xdist are not ranks of a job"),
+    ("basetemp", "--basetemp", "Each rank would remove the directories of the others; set TMPDIR"),
+    ("log_file", "--log-file", "Each rank would replace the file of the others"),
 )
 
 
@@ -78,19 +80,27 @@ def start_if_requested(config: pytest.Config) -> None:
         arguments.insert(0, f"--color={'yes' if is_terminal else 'no'}")
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, command(ranks, arguments))
+    os.execv(sys.executable, command(ranks, arguments, _python_options()))
 
 
-def command(ranks: int, arguments: Sequence[str]) -> list[str]:
+def command(ranks: int, arguments: Sequence[str], python_options: Sequence[str] = ()) -> list[str]:
     """Return the command that runs pytest on ranks.
 
     Args:
         ranks: Their number.
         arguments: Those of pytest. `--ranks` may also be in `addopts`: the ranks must not start ranks themselves.
+        python_options: Options of Python, such as `-W error`.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     pytest_arguments = ["--with-mpi", *arguments[:end], "--ranks=0", *arguments[end:]]
-    return [sys.executable, "-m", "mpicomm", "run", "-n", str(ranks), "-m", "pytest", *pytest_arguments]
+    run = [sys.executable, "-m", "mpicomm", "run", "-n", str(ranks)]
+    return [*run, sys.executable, *python_options, "-m", "pytest", *pytest_arguments]
+
+
+def _python_options() -> list[str]:
+    """Return the options of Python with which this process was started, before `-m pytest` or the script."""
+    words = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    return words[:-2] if words[-2:-1] == ["-m"] else words[:-1]
 
 
 def _refuse_in_job(ranks: int, process: str) -> NoReturn:

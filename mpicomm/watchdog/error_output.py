@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import io
 import sys
 import threading
 import time
@@ -49,17 +48,6 @@ def claim_in(store: Any, rank: int) -> Callable[[], bool]:
 def turn_of(rank: int) -> float:
     """Return how many seconds a rank waits for lower ranks to report, when rank 0 does not respond."""
     return _TURN_SECONDS * min(max(rank - 1, 0), MAX_REPORTERS)
-
-
-def flush_each_line() -> None:
-    """Let this rank's standard output write each line at once and in one piece, as on a terminal.
-
-    In a pipe or a file, Python would write blocks of 8 KiB: they arrive late, a killed rank loses the last one, and the
-    launcher mixes parts of the ranks' lines.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.line_buffering:
-        with contextlib.suppress(OSError, ValueError):  # what it has buffered cannot be written
-            sys.stdout.reconfigure(line_buffering=True)
 
 
 def print_stderr(text: str) -> None:

@@ -37,12 +37,8 @@ class Parent:
     ranks: int = 0
     """The number of ranks; 0 if only the launcher knows it."""
 
-    has_terminal: bool = True
-    """Whether a terminal shows its standard output."""
-
     def __str__(self) -> str:
-        numbers = f"{self.store_port}/{self.ranks}/{int(self.has_terminal)}"
-        return f"{','.join(self.addresses)}/{self.port}/{self.token.hex()}/{numbers}"
+        return f"{','.join(self.addresses)}/{self.port}/{self.token.hex()}/{self.store_port}/{self.ranks}"
 
     @classmethod
     def parse(cls, text: str) -> Parent:
@@ -51,9 +47,8 @@ class Parent:
         Raises:
             ValueError: If the text has another form.
         """
-        addresses, port, token, store_port, ranks, has_terminal = text.split("/")
-        numbers = (int(store_port), int(ranks), has_terminal == "1")
-        return cls(tuple(addresses.split(",")), int(port), bytes.fromhex(token), *numbers)
+        addresses, port, token, store_port, ranks = text.split("/")
+        return cls(tuple(addresses.split(",")), int(port), bytes.fromhex(token), int(store_port), int(ranks))
 
 
 def take_address(environ: MutableMapping[str, str]) -> str | None:

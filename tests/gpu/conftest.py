@@ -14,8 +14,10 @@ import torch
 
 import mpicomm
 from mpicomm.devices import accelerator
+from mpicomm.launch import detect
 from mpicomm.testing import pytest_plugin
 from tests import accelerator as emulated
+from tests.gpu import program
 from tests.worlds import Group
 
 CHUNK_BYTES = 2**16
@@ -32,6 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip("needs a process without other tests: make test-emulated"))
         return
     os.environ.setdefault("MPICOMM_GPU_CHUNK_KIB", str(CHUNK_BYTES // 1024))
+    if torch.cuda.is_available() and torch.cuda.device_count() < detect.detect(os.environ).local_size:
+        os.environ.update(program.variables_for_nccl())  # NCCL reads them at any of its communicators
     if not emulated.reason_to_skip():
         emulated.register()
 

@@ -17,7 +17,6 @@ from mpicomm.backend import registration
 from mpicomm.devices import accelerator
 from tests import accelerator as emulated
 from tests.accelerator import recording
-from tests.gpu import program
 
 COUNT = 1000
 
@@ -27,7 +26,7 @@ def started(world: mpicomm.World, device: torch.device, alone: None, request: py
     """Start Horovod, whose tensors on the device go to MPI, or to a vendor's backend that returns before the device."""
     with pytest.MonkeyPatch.context() as patch:
         if (library := getattr(request, "param", "MPI")) != "MPI":
-            backend = _backend_with(library, device, world, patch)
+            backend = _backend_with(library, device)
             patch.setattr(
                 torch_internals, "make_group", lambda ranks, _name, timeout: dist.new_group(ranks, timeout, backend)
             )
@@ -36,16 +35,13 @@ def started(world: mpicomm.World, device: torch.device, alone: None, request: py
     hvd.shutdown()
 
 
-def _backend_with(library: str, device: torch.device, world: mpicomm.World, patch: pytest.MonkeyPatch) -> str:
+def _backend_with(library: str, device: torch.device) -> str:
     """Return the name of a backend with NCCL or the recording one."""
     if library == "vendor":
         recording.register(device.type)
         return registration.register_beside(f"{device.type}:{recording.NAME}")
     if device.type != "cuda" or not dist.is_nccl_available():
         pytest.skip("needs a GPU and NCCL")
-    if torch.cuda.device_count() < world.local_size:
-        for name, value in program.variables_for_nccl().items():
-            patch.setenv(name, value)
     return "mpicomm_nccl"
 
 

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm
-from tests.gpu import program
 from tests.worlds import Group
 
 pytestmark = pytest.mark.gpu
@@ -22,13 +21,9 @@ def group(groups: dict[str, Group], world: mpicomm.World) -> Iterator[Group]:
     """A group of all ranks with NCCL."""
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         pytest.skip("needs a GPU and NCCL")
-    with pytest.MonkeyPatch.context() as patch:
-        if torch.cuda.device_count() < world.local_size:
-            for name, value in program.variables_for_nccl().items():
-                patch.setenv(name, value)
-        handle = dist.new_group(backend="mpicomm_nccl")
-        yield Group(handle, world.rank, world.size, list(range(world.size)))
-        dist.destroy_process_group(handle)
+    handle = dist.new_group(backend="mpicomm_nccl")
+    yield Group(handle, world.rank, world.size, list(range(world.size)))
+    dist.destroy_process_group(handle)
 
 
 def test_each_device_has_its_own(group: Group, world: mpicomm.World) -> None:

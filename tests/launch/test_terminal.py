@@ -31,7 +31,6 @@ while True:
         sys.exit(job.wait())
 """
 MPIRUN = [str(Path(sys.executable).parent / "mpiexec"), "-n", "1"]
-RUN = [sys.executable, "-m", "mpicomm", "run", "-n", "1"]
 PYTHON = [sys.executable, "-c", PROGRAM]
 BOLD, PLAIN = "\x1b[1mcolumns\x1b[0m", "columns"
 
@@ -44,7 +43,7 @@ def printed(command: list[str], *, on_a_terminal: bool, env: Mapping[str, str] |
 
 
 @pytest.mark.each_mpi
-@pytest.mark.parametrize("launcher", [[], MPIRUN, RUN], ids=["alone", "a rank", "a rank of mpicomm run"])
+@pytest.mark.parametrize("launcher", [[], MPIRUN], ids=["alone", "a rank"])
 def test_output_is_coloured_and_folded_on_a_terminal_alone(launcher: list[str]) -> None:
     command = [*launcher, *PYTHON]
     assert printed(command, on_a_terminal=False) == f"{PLAIN} (None, None, None)"

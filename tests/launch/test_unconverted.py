@@ -57,6 +57,7 @@ check("own method")
 dist.destroy_process_group()
 dist.init_process_group("gloo", init_method=f"tcp://localhost:{PORT}?rank={LOCAL_RANK}&world_size={WORLD_SIZE}")
 check("the same port")
+dist.destroy_process_group()
 """
 A_CHILD = """
 import os

@@ -1222,33 +1222,11 @@ else:
         fault="In Kubernetes, a job whose launcher ignored the host file runs all ranks in one container.",
         tests="tests/launch/test_unused_hosts.py",
     ),
-    # -- output ---------------------------------------------------------------------------------------------
-    Mutant(
-        "FailureMessageFilter.add",
-        old="self._held.pop(message.start, b'')",
-        new="b''",
-        fault="The message of a launcher that a program in a rank has started is lost.",
-        tests="tests/unit/test_failure_messages.py -k last_message",
-    ),
-    Mutant(
-        "failure_messages._overlap",
-        old="data.endswith(start[:length])",
-        new="False",
-        fault="A message that two reads divide is printed.",
-        tests="tests/unit/test_failure_messages.py -k divide",
-    ),
     Mutant(
         "session_setup.is_first_to_fail",
         old="is_first and current.watch is not None",
         new="current.watch is not None",
         fault="mpicomm run names another rank than the report of the failure, if several fail at the same time.",
-        tests="tests/launch/test_run.py -k 'redirected and raise'",
-    ),
-    Mutant(
-        "rank_variables.main",
-        old="_replace_terminal()",
-        new="pass",
-        fault="Open MPI's ranks see a terminal although mpicomm run writes to a file.",
-        tests="tests/launch/test_run.py -k 'redirected and killed'",
+        tests="tests/launch/test_run.py -k test_ranks_that_fail_at_once",
     ),
 ]

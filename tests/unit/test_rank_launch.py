@@ -29,7 +29,9 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def start(
     monkeypatch: pytest.MonkeyPatch, *arguments: str, plugins: tuple[str, ...] = ("pytest_mpi",), **options: Any
 ) -> None:
+    python = [sys.executable, "-W", "error", "-m", "pytest"] if "-x" in arguments else [sys.executable, "/bin/pytest"]
     monkeypatch.setattr(sys, "argv", ["pytest", *arguments])
+    monkeypatch.setattr(sys, "orig_argv", [*python, *arguments])
     rank_launch.start_if_requested(
         SimpleNamespace(
             known_args_namespace=SimpleNamespace(**{"ranks": 4, "color": "auto", **options}),
@@ -40,14 +42,15 @@ def start(
 
 
 def test_the_ranks_get_the_arguments(executed: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    start(monkeypatch, "--ranks", "4", "-x", "-k", "a or b", "--", "--odd")
+    start(monkeypatch, "--ranks", "4", "-s", "-k", "a or b", "--", "--odd")
     start(monkeypatch, "-x", color="yes")
     start(monkeypatch, ranks=0)
     start(monkeypatch, help=True)
-    launch = [sys.executable, "-m", "mpicomm", "run", "-n", "4", "-m", "pytest", "--with-mpi"]
+    launch = [sys.executable, "-m", "mpicomm", "run", "-n", "4", sys.executable]
+    options = ["-m", "pytest", "--with-mpi"]
     # `--ranks=0` follows, in case that the setting addopts has --ranks.
-    of_first = ["--color=no", "--ranks", "4", "-x", "-k", "a or b", "--ranks=0", "--", "--odd"]
-    assert executed == [[*launch, *of_first], [*launch, "-x", "--ranks=0"]]
+    of_first = ["--color=no", "--ranks", "4", "-s", "-k", "a or b", "--ranks=0", "--", "--odd"]
+    assert executed == [[*launch, *options, *of_first], [*launch, "-W", "error", *options, "-x", "--ranks=0"]]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,8 @@ def test_the_ranks_get_the_arguments(executed: list[list[str]], monkeypatch: pyt
     [
         ({"usepdb": True}, "--ranks 4 cannot be combined with --pdb"),
         ({"trace": True}, "--ranks 4 cannot be combined with --trace"),
+        ({"basetemp": "x"}, "--ranks 4 cannot be combined with --basetemp"),
+        ({"log_file": "x"}, "--ranks 4 cannot be combined with --log-file"),
         ({"numprocesses": 2}, "--ranks 4 cannot be combined with -n"),
         ({"plugins": ()}, "--ranks 4 needs pytest-mpi.\nInstall it: pip install pytest-mpi"),
         ({"args": ("tests",)}, "not of pytest.main"),
