@@ -154,6 +154,7 @@ def test_the_group_of_a_converted_program_is_left_in(program: Path) -> None:
     program.write_text(CONVERTED_AFTER_A_READ)
     outcome = run(program)
     assert outcome.status != 0, outcome
+    assert "failed; aborting the job:\nTraceback" in outcome.stderr, outcome
     assert "use mpicomm.bootstrap(backend=None)" in outcome.stderr, outcome
 
 

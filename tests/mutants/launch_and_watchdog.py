@@ -1227,6 +1227,6 @@ else:
         old="is_first and current.watch is not None",
         new="current.watch is not None",
         fault="mpicomm run names another rank than the report of the failure, if several fail at the same time.",
-        tests="tests/launch/test_run.py -k test_ranks_that_fail_at_once",
+        tests="tests/unit/test_first_failure.py",
     ),
 ]

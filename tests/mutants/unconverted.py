@@ -30,8 +30,8 @@ MUTANTS = [
         "unconverted._Store.of",
         old="used != port",
         new="False",
-        fault="A program with a port of its own waits for a store that nobody starts.",
-        tests="tests/launch/test_unconverted.py -k test_an_address_of_the_program",
+        fault="A program with a port of its own meets the ranks of others at the store of `mpicomm run`.",
+        tests="tests/unit/test_unconverted.py",
     ),
     Mutant(
         "rank_variables._reachable",
@@ -51,7 +51,7 @@ MUTANTS = [
         "exit_hooks.arm",
         old="previous = previous.previous",
         new="pass",
-        fault="A remedy is printed twice, and an error without the rank's name.",
+        fault="An error is printed in the form of another hook, which does not say that the job is aborted.",
         tests="tests/launch/test_unconverted.py -k test_the_group_of_a_converted_program",
     ),
     Mutant(
