@@ -60,7 +60,7 @@ def test_a_program_without_bootstrap(cluster: Cluster, flavour: Flavour) -> None
     outcome = cluster.run("srun", *NODES, f"--mpi={flavour.srun_type}", flavour.python, program)
     assert outcome.status != 0, outcome
     assert "does not set RANK, which torchrun sets for its ranks" in outcome.stderr, outcome
-    assert "  mpicomm run program.py\n" in outcome.stderr, outcome
+    assert f"  mpicomm run {program}\n" in outcome.stderr, outcome
 
 
 SHOW = "import os; print(*(os.environ.get(name) for name in ('FI_PROVIDER', 'NCCL_DEBUG', 'OTHER')))"
