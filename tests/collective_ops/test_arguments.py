@@ -54,7 +54,7 @@ WRONG: dict[str, Sequence[Any]] = {
         ([lambda: 1], "send_object.thing"),
         (["text", 1, Unknown()], "recv.out irecv.out"),
         # Every value is valid, or is refused on all ranks (test_errors.py), or has no keyword.
-        ([], "data items out thing loaders values"),
+        ([], "data items out thing loaders values options"),
         ([5, None, "ab", [5], [None], Unknown()], "handles"),
         (PATHS, "directory weights checkpoint_dir"),
         ([*PATHS, None], "path"),
@@ -77,7 +77,7 @@ WRONG: dict[str, Sequence[Any]] = {
         ([None, 5, torch.optim.SGD, Unknown()], "optimizer"),
         ([5, "mse", nn.MSELoss, Unknown()], "loss_fn training_step"),
         ([5, "cosine", Unknown()], "scheduler"),
-        ([5, "mlflow", True, Unknown()], "logger"),
+        ([5, "comet", True, Unknown()], "logger"),
         ([5, [len], [mpicomm.EMA], mpicomm.EMA(0.5), Unknown()], "callbacks"),
         ([5, True, "1", Unknown()], "profile"),
         ([5, ["0"], [-1], Unknown()], "profile_ranks"),
