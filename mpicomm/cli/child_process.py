@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -41,12 +42,7 @@ def start(command: Sequence[str], environ: Mapping[str, str], *, has_input: bool
         OSError: If it cannot be executed.
     """
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+    die_with_parent = functools.partial(end_with, os.getpid(), signal.SIGTERM)
 
     def prepare() -> None:
         die_with_parent()
@@ -74,6 +70,13 @@ def start(command: Sequence[str], environ: Mapping[str, str], *, has_input: bool
         os.close(stdin)
         threading.Thread(target=_pass_on_terminal, args=(process, pipe), daemon=True).start()
     return process
+
+
+def end_with(parent: int, number: int) -> None:
+    """Let this process, a new child of `parent`, receive a signal when its parent ends; end it if that has happened."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _has_leftover() -> bool:

@@ -1,13 +1,11 @@
 """The store at which `init_process_group("env://")` connects ranks that do not call `bootstrap()`.
 
 `mpicomm run` only listens. At the first connection it starts a process with torch's TCPStore, which takes over the
-socket. So `mpicomm run` needs no torch, and programs that call `bootstrap()`
-start no store.
+socket. So `mpicomm run` needs no torch, and programs that call `bootstrap()` start no store.
 """
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import functools
 import os
@@ -18,10 +16,10 @@ import subprocess
 import sys
 import threading
 
+from mpicomm.cli import child_process
 from mpicomm.cli.console import print_message
 from mpicomm.launch.known_launchers import STOPS, WARNINGS
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Not with -m, which lets files of the working directory take the place of modules that torch imports.
 _PROGRAM = (
     "import sys; sys.path = [path for path in sys.path if path]; "
@@ -75,7 +73,7 @@ class EnvStore:
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=functools.partial(_end_with, os.getpid()),  # noqa: PLW1509  other threads only read
+                preexec_fn=functools.partial(_prepare, os.getpid()),  # noqa: PLW1509  other threads only read
             )
 
     def check(self) -> None:
@@ -89,13 +87,11 @@ class EnvStore:
             )
 
 
-def _end_with(parent: int) -> None:
+def _prepare(parent: int) -> None:
     """Let this process end with its parent alone; signals to the ranks, or to their session, are not for it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    for number in (signal.SIGINT, *STOPS, *WARNINGS):
+    for number in (*STOPS, *WARNINGS):
         signal.signal(number, signal.SIG_IGN)
-    if os.getppid() != parent:
-        os._exit(1)
+    child_process.end_with(parent, signal.SIGKILL)
 
 
 def serve(number: int) -> None:
