@@ -15,6 +15,7 @@ from mpicomm.cli.console import FAILED, failed, print_message
 from mpicomm.launch import queries
 from mpicomm.launch.jobscript import JobSpec
 from mpicomm.launch.jobscript.queues import QUEUES, QueueState, SchedulerQueue, directories
+from mpicomm.settings import STOPPED_STATUS
 
 _INTERRUPTED = 130  # the status of a shell's command after Ctrl-C
 _FIRST_SECONDS, _LONGEST_SECONDS = 1.0, 15.0  # between queries, which load the scheduler
@@ -223,7 +224,7 @@ def _result(job: JobSpec, job_id: str, state: QueueState, output: _OutputFile) -
         return f"{job.system.title} no longer knows job {job_id}: it has ended, with an unknown status; {place}"
     if state.outcome == "time limit":
         return f"job {job_id} has exceeded its time limit ({state.name}{status}); {place}. Request more with --time"
-    if state.status == 85 and job.requeue and job.scheduler != "slurm":
+    if state.status == STOPPED_STATUS and job.requeue and job.scheduler != "slurm":
         return f"job {job_id} has exited before its time limit, and its script submits the next job; {place}"
     ending = "was cancelled" if state.outcome == "cancelled" else "has failed"
     return f"job {job_id} {ending} ({state.name}{status}); {place}"

@@ -92,7 +92,7 @@ def draw(runs: Sequence[Run]) -> Figure:
 
 
 def _metric_names(runs: Sequence[Run]) -> list[str]:
-    """Return the metrics of the step and evaluation entries; a constant learning rate is none."""
+    """Return the metrics of the step and evaluation entries, without a constant learning rate."""
     names: dict[str, None] = {}
     for run in runs:
         for entry in run.select("step"):

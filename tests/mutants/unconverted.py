@@ -30,7 +30,7 @@ MUTANTS = [
         "unconverted._Store.of",
         old="used != port",
         new="False",
-        fault="A program with a port of its own meets the ranks of others at the store of `mpicomm run`.",
+        fault="A program with a port of its own connects to the store of `mpicomm run`.",
         tests="tests/unit/test_unconverted.py",
     ),
     Mutant(

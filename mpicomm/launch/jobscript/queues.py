@@ -61,7 +61,7 @@ class SchedulerQueue(abc.ABC):
     """For users who follow the output: when it appears, if not at once, and how to change that."""
 
     def job_id(self, output: str) -> str | None:
-        """Return the ID of the new job from the output of `submit`; None if there is none."""
+        """Return the ID of the new job from the output of `submit`; None if it has no ID."""
         found = re.findall(self.id_pattern, output, re.MULTILINE)
         return found[-1] if found else None
 
