@@ -58,7 +58,7 @@ def start(*args, **kwargs):
 
 
 def report(*results):
-    print(json.dumps([rank, *results]), flush=True)
+    print(f"{json.dumps([rank, *results])}\\n", end="", flush=True)  # one write: torchrun starts ranks with -u
 """
 MPICOMM = "cpu:mpicomm,emulated:mpicomm"
 STAGED = "staged through host memory"
