@@ -31,7 +31,20 @@ def main(arguments: list[str]) -> int:
         os.environ.update({REPLACED_BACKEND: arguments[1], _AUTOLOAD: "1"})
         arguments = arguments[2:]
     os.environ.update(of_rank(os.environ))
+    if os.isatty(1):
+        os.environ.update(without_colors(os.environ))
     return rank_log.become(arguments)
+
+
+def without_colors(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that make programs print no colours, if the output of `mpicomm run` is not a terminal.
+
+    Open MPI gives each rank a pseudo-terminal all the same.
+    """
+    parent = _parent(environ)
+    if parent is None or parent.has_terminal or environ.get("FORCE_COLOR"):
+        return {}
+    return {"TERM": "dumb", "NO_COLOR": "1"}
 
 
 def of_rank(environ: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ program calls `shutdown()` and `bootstrap()` again, and several at a time with `
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import selectors
 import socket
@@ -176,7 +177,8 @@ class JobListener:
         listener = _listen(is_local=is_local)
         self.store = EnvStore(selector, _listen(is_local=is_local)) if has_store else None
         port, store_port = listener.getsockname()[1], 0 if self.store is None else self.store.port
-        self.parent = Parent(tuple(addresses), port, secrets.token_bytes(_TOKEN_BYTES), store_port, ranks or 0)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self.parent = Parent(tuple(addresses), port, token, store_port, ranks or 0, has_terminal=os.isatty(1))
         self._server = Server(selector, listener, self.parent.token, SUPERVISOR, (0,), self._admit, host_timeout)
 
     @property

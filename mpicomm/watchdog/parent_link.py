@@ -37,8 +37,12 @@ class Parent:
     ranks: int = 0
     """The number of ranks; 0 if only the launcher knows it."""
 
+    has_terminal: bool = False
+    """Whether its output is shown on a terminal."""
+
     def __str__(self) -> str:
-        return f"{','.join(self.addresses)}/{self.port}/{self.token.hex()}/{self.store_port}/{self.ranks}"
+        numbers = f"{self.store_port}/{self.ranks}/{self.has_terminal:d}"
+        return f"{','.join(self.addresses)}/{self.port}/{self.token.hex()}/{numbers}"
 
     @classmethod
     def parse(cls, text: str) -> Parent:
@@ -47,8 +51,9 @@ class Parent:
         Raises:
             ValueError: If the text has another form.
         """
-        addresses, port, token, store_port, ranks = text.split("/")
-        return cls(tuple(addresses.split(",")), int(port), bytes.fromhex(token), int(store_port), int(ranks))
+        addresses, port, token, *numbers = text.split("/")
+        store_port, ranks, has_terminal = map(int, numbers)
+        return cls(tuple(addresses.split(",")), int(port), bytes.fromhex(token), store_port, ranks, bool(has_terminal))
 
 
 def take_address(environ: MutableMapping[str, str]) -> str | None:

@@ -156,12 +156,16 @@ def test_the_group_of_a_converted_program_is_left_in(program: Path) -> None:
     assert outcome.status != 0, outcome
     assert "failed; aborting the job:\nTraceback" in outcome.stderr, outcome
     assert "use mpicomm.bootstrap(backend=None)" in outcome.stderr, outcome
+    assert "MPI_ABORT was invoked" not in outcome.stderr, outcome
+    assert "\0" not in outcome.stderr, outcome
 
 
 def test_a_program_that_connects_nothing_is_reported(program: Path) -> None:
-    program.write_text("print('trained')\n")
+    """Its output is not a terminal, also where Open MPI gives the ranks one: they are told to print no colours."""
+    program.write_text("import os, sys\nprint('colours', sys.stdout.isatty() and 'NO_COLOR' not in os.environ)\n")
     outcome = run(program)
     assert outcome.status == 0, outcome
+    assert outcome.stdout.splitlines() == ["colours False"] * RANKS, outcome
     assert "or init_process_group() with the address that `mpicomm run` sets" in outcome.stderr, outcome
 
 

@@ -66,3 +66,11 @@ def test_an_address_that_cannot_be_reached_is_left_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         environ = {**RANK, **parent("127.1.2.3", "127.0.0.1", "127.9.9.9", port=listener.getsockname()[1])}
         assert rank_variables.of_rank(environ)["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_no_colors_unless_the_output_is_a_terminal() -> None:
+    on_terminal = Parent(("127.0.0.1",), 1, b"secret", has_terminal=True)
+    assert rank_variables.without_colors(parent("127.0.0.1")) == {"TERM": "dumb", "NO_COLOR": "1"}
+    assert rank_variables.without_colors({**parent("127.0.0.1"), "FORCE_COLOR": "1"}) == {}
+    assert rank_variables.without_colors({PARENT_VARIABLE: str(on_terminal)}) == {}
+    assert rank_variables.without_colors({}) == {}
