@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from mpicomm import terminal
 from mpicomm.cli import launching
@@ -74,7 +73,6 @@ class Benchmark:
     quantity: str
     """The measured quantity and its unit, for the JSON file."""
     measure: Callable[..., Values]
-    tables: Callable[[argparse.Namespace, Values], list[Table]]
     backends: tuple[str, ...]
     """The backends that it can compare."""
     draw: Callable[[result_files.Rows], Figure] | None = None
@@ -108,16 +106,10 @@ def _measure_operations(
     }
 
 
-def _operation_tables(arguments: argparse.Namespace, results: Values) -> list[Table]:
-    before = [] if arguments.compare is None else result_files.read_operations(arguments.compare)
-    return benchmarks.operation_tables(results["rows"], before)
-
-
 _BENCH = Benchmark(
     "bench",
     "microseconds of the slowest rank, the mean of the fastest round; bandwidths in GB/s",
     _measure_operations,
-    _operation_tables,
     ("mpi", "gloo", *_VENDORS, "mpi4py", "mpi-async"),
     benchmarks.draw,
 )
@@ -139,7 +131,6 @@ _BENCH_DDP = Benchmark(
     "bench ddp",
     "milliseconds of a step of the slowest rank, the mean of the fastest round",
     _measure_steps,
-    lambda _, results: [benchmarks.step_table(results["rows"])],
     ("mpi", "gloo", *_VENDORS, "none"),
 )
 
@@ -162,7 +153,6 @@ _BENCH_DECODE = Benchmark(
     "bench decode",
     "tokens per second of the fastest round; the model is split over the ranks, or whole on one of them",
     _measure_decoding,
-    lambda _, results: [benchmarks.decode_table(results["rows"])],
     ("mpi", "gloo", *_VENDORS, "none"),
 )
 
@@ -310,8 +300,8 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
         if world.rank > 0:
             return 0
         warnings = [host.warning for host in hosts if host.warning is not None]
-        results |= {"hosts": [dataclasses.asdict(host) for host in hosts]}
-        status = _report(benchmark, arguments, results, warnings)
+        results |= {"hosts": [dataclasses.asdict(host) for host in hosts], "warnings": warnings}
+        status = _report(benchmark, arguments, results)
         for warning in warnings:
             print_message(benchmark.command, f"warning: {warning}")
         return status
@@ -327,9 +317,10 @@ def _check_files(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
         result_files.read_operations(arguments.compare)
 
 
-def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values, warnings: Sequence[str]) -> int:
+def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values) -> int:
     """Print the tables, write the files, and return the exit status."""
-    tables, notes, rows = benchmark.tables(arguments, results), _notes(results), results["rows"]
+    before = [] if arguments.compare is None else result_files.read_operations(arguments.compare)
+    tables, notes, rows = benchmarks.tables(results, before), benchmarks.notes(results), results["rows"]
     try:
         for table in tables:
             console().print(table)
@@ -347,21 +338,11 @@ def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values
         if arguments.html is not None:
             title = f"mpicomm {benchmark.command} ({results['ranks']} ranks, {results['device']})"
             figure = None if benchmark.draw is None else benchmark.draw(rows)
-            page = html_report.page(title, tables, [*notes, *warnings], figure)
-            arguments.html.write_text(page, encoding="utf-8")
+            section = html_report.Section(title, tables, notes, results["warnings"], figure)
+            arguments.html.write_text(html_report.page(title, [section]), encoding="utf-8")
     except OSError as error:
         return failed(benchmark.command, error)
     return 0
-
-
-def _notes(results: Values) -> list[str]:
-    """Return the lines below the tables."""
-    notes = [f"{case}: {reason}" for case, reason in results.get("refused", {}).items()]
-    if "inputs" in results:
-        notes.append(f"inputs: {results['inputs']}")
-        if note := benchmarks.note_on_interrupted_calls(results["rows"]):
-            notes.append(note)
-    return notes
 
 
 def _progress(rank: int, cases: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:

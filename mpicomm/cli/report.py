@@ -1,48 +1,96 @@
-"""`mpicomm report`: metrics and plots of one run, or of several runs side by side."""
+"""`mpicomm report`: the metrics of runs side by side, the results of benchmarks, and the waits in jobs."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from mpicomm.cli.argument_types import png
 from mpicomm.cli.console import console, failed, print_json, print_message
 from mpicomm.metrics_file import NAME
-from mpicomm.reports import html_report, plots, run_metrics, runs
+from mpicomm.reports import benchmarks, html_report, job_summary, job_trace, plots, result_files, run_metrics, runs
+from mpicomm.reports.html_report import Section
+
+_OF_RESULTS = ".json"
+_Part: TypeAlias = tuple[Section, list[Any]]  # and the objects for JSON
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "report",
-        help="show the metrics of runs",
-        description=f"Show the metrics of runs, from the {NAME} that a Trainer writes to its checkpoint_dir.",
+        help="show the metrics of runs, benchmarks and jobs",
+        description=f"Show the metrics of runs side by side, from the {NAME} that a Trainer writes to its "
+        "checkpoint_dir, the results of benchmarks, and how long the ranks of jobs waited for each other.",
     )
-    parser.add_argument("directories", metavar="RUN_DIR", nargs="+", type=Path, help="a Trainer's checkpoint_dir")
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", type=Path,
+        help="a Trainer's checkpoint_dir, a file of `mpicomm bench --json`, or a directory below mpicomm-dumps",
+    )  # fmt: skip
     parser.add_argument("--plot", metavar="F.png", type=png, help="plot the runs to this file (needs matplotlib)")
-    parser.add_argument("--html", metavar="F.html", type=Path, help="write the metrics and the plot to this page")
-    parser.add_argument("--json", action="store_true", help="print the metrics as JSON, a list with one object per run")
+    parser.add_argument("--html", metavar="F.html", type=Path, help="write all tables and plots to this page")
+    parser.add_argument("--json", action="store_true", help="print a JSON list with one object per PATH")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, and return the exit status."""
     try:
-        measured_runs = runs.read_all(arguments.directories)
-        shown = [run_metrics.compute(run) for run in measured_runs]
-        if arguments.plot is not None:
-            plots.save(plots.draw(measured_runs), arguments.plot)
+        parts = _parts(arguments.paths, arguments.plot, has_plots=arguments.html is not None)
+        sections = [section for section, _ in parts]
         if arguments.html is not None:
-            warnings = [warning for metrics in shown for warning in metrics.warnings]
-            title = f"Report of {', '.join(run.name for run in measured_runs)}"
-            page = html_report.page(title, [run_metrics.table(shown)], warnings, plots.draw(measured_runs))
-            arguments.html.write_text(page, encoding="utf-8")
-    except (OSError, ImportError) as error:
+            title = f"Report of {', '.join(section.title for section in sections)}"
+            arguments.html.write_text(html_report.page(title, sections), encoding="utf-8")
+    except (OSError, ValueError, ImportError) as error:
         return failed("report", error)
-    for warning in (warning for metrics in shown for warning in metrics.warnings):
+    for warning in (warning for section in sections for warning in section.warnings):
         print_message("report", f"warning: {warning}")
     if arguments.json:
-        print_json([run_metrics.as_json(metrics) for metrics in shown])
-    else:
-        console().print(run_metrics.table(shown))
+        print_json([value for _, values in parts for value in values])
+        return 0
+    for section in sections:
+        for table in section.tables:
+            console().print(table)
+        for note in section.notes:
+            console().print(note, soft_wrap=True, highlight=False, markup=False)
     return 0
+
+
+def _parts(paths: Sequence[Path], plot: Path | None, *, has_plots: bool) -> list[_Part]:
+    results = [path for path in paths if path.suffix == _OF_RESULTS and path.is_file()]
+    jobs = [path for path in paths if job_trace.is_directory_of_dumps(path)]
+    directories = [path for path in paths if path not in (*results, *jobs)]
+    parts = [_of_benchmark(path, has_plot=has_plots) for path in results] + [_of_job(path) for path in jobs]
+    if directories:
+        parts.insert(0, _of_runs(directories, plot, has_plot=has_plots))
+    elif plot is not None:
+        raise ValueError("--plot draws runs, and no PATH is the checkpoint_dir of a run.\nUse --html F.html.")
+    return parts
+
+
+def _of_runs(directories: Sequence[Path], plot: Path | None, *, has_plot: bool) -> _Part:
+    measured_runs = runs.read_all(directories)
+    shown = [run_metrics.compute(run) for run in measured_runs]
+    figure = plots.draw(measured_runs) if has_plot or plot is not None else None
+    if plot is not None and figure is not None:
+        plots.save(figure, plot)
+    warnings = [warning for metrics in shown for warning in metrics.warnings]
+    title = ", ".join(run.name for run in measured_runs)
+    section = Section(title, [run_metrics.table(shown)], warnings=warnings, figure=figure)
+    return section, [run_metrics.as_json(metrics) for metrics in shown]
+
+
+def _of_benchmark(path: Path, *, has_plot: bool) -> _Part:
+    results = result_files.read_benchmark(path)
+    figure = benchmarks.draw(results["rows"]) if has_plot and benchmarks.is_of_operations(results["rows"]) else None
+    tables, notes = benchmarks.tables(results), benchmarks.notes(results)
+    return Section(path.name, tables, notes, results.get("warnings", ()), figure), [results]
+
+
+def _of_job(path: Path) -> _Part:
+    dumps = job_trace.read(path)
+    summary = job_summary.of(dumps, job_trace.waits(dumps))
+    notes = [job_summary.headline(summary), job_summary.straggler_line(summary)]
+    return Section(path.resolve().name, [job_summary.table(summary)], notes), [summary]

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from mpicomm import terminal
 from mpicomm.cli.console import console, failed, print_json
-from mpicomm.reports import job_trace, timeline_page
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from mpicomm.reports import job_summary, job_trace, timeline_page
 
 _DEFAULT_TRACE = Path("trace.json")
 
@@ -45,37 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.html.write_text(timeline_page.page(dumps, title), encoding="utf-8")
     except (OSError, ValueError) as error:
         return failed("timeline", error)
-    waits = job_trace.waits(dumps)
-    summary, straggler = job_trace.summary(dumps, waits), job_trace.find_straggler(waits)
+    summary = job_summary.of(dumps, job_trace.waits(dumps))
     if arguments.json:
-        print_json(summary | {"straggler": None if straggler is None else dataclasses.asdict(straggler)})
+        print_json(summary)
         return 0
-    seconds, messages = f"{summary['seconds']:.3f} s", summary["messages"]
     files = ", ".join(str(path) for path in (trace, arguments.html) if path is not None)
-    console().print(_table(summary["ranks"]))
-    if straggler is not None:
-        name = job_trace.name_straggler(dumps, straggler)
-        text = f"The other ranks waited longest for {name}: {straggler.seconds:.3f} s in total"
-        console().print(text, soft_wrap=True, highlight=False, markup=False)
-    console().print(f"{seconds}, {messages} messages with both ends: {files}", soft_wrap=True, highlight=False)
+    console().print(job_summary.table(summary))
+    for line in (job_summary.headline(summary), job_summary.straggler_line(summary), f"written: {files}"):
+        console().print(line, soft_wrap=True, highlight=False, markup=False)
     return 0
-
-
-def _table(ranks: list[dict[str, Any]]) -> Table:
-    titles = ["rank", "host", "operations", "not over", "waits for others", "others wait for it", "clock"]
-    rows = [
-        [
-            rank["rank"],
-            rank["host"],
-            rank["operations"],
-            rank["not_over"],
-            f"{rank['wait_seconds']:.3f} s",
-            f"{rank['waited_for_seconds']:.3f} s",
-            f"{rank['clock']}, to {rank['clock_error_seconds'] * 1e6:.0f} us"
-            if rank["clock_error_seconds"]
-            else rank["clock"],
-        ]
-        for rank in ranks
-    ]
-    right = ("rank", "operations", "not over", "waits for others", "others wait for it")
-    return terminal.table(titles, rows, right=right)

@@ -27,6 +27,34 @@ _PANELS = (("us", "latency (us)"), ("busbw", "bus bandwidth (GB/s)"))
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
+def tables(results: Mapping[str, Any], before: Rows = ()) -> list[Table]:
+    """Return the tables of a benchmark: of operations, training steps or decoding.
+
+    Args:
+        results: The results, as in the JSON file.
+        before: Rows of an earlier run of the same operations to compare with.
+    """
+    rows = results["rows"]
+    if is_of_operations(rows):
+        return operation_tables(rows, before)
+    return [step_table(rows) if "strategy" in rows[0] else decode_table(rows)]
+
+
+def notes(results: Mapping[str, Any]) -> list[str]:
+    """Return the lines below the tables."""
+    lines = [f"{case}: {reason}" for case, reason in results.get("refused", {}).items()]
+    if "inputs" in results:
+        lines.append(f"inputs: {results['inputs']}")
+        if note := _note_on_interrupted_calls(results["rows"]):
+            lines.append(note)
+    return lines
+
+
+def is_of_operations(rows: Rows) -> bool:
+    """Return whether these are rows of operations, of which there may be none: all may be refused."""
+    return all("operation" in row for row in rows)
+
+
 def operation_tables(rows: Rows, before: Rows = ()) -> list[Table]:
     """Return the tables of operations, one for each operation, dtype and placement (in or out of place).
 
@@ -67,7 +95,7 @@ def decode_table(rows: Rows) -> Table:
         ["tokens/s", "median", "us/token", "reductions", "size", "wrong", "/ mpi"], cells)  # fmt: skip
 
 
-def note_on_interrupted_calls(rows: Rows) -> str | None:
+def _note_on_interrupted_calls(rows: Rows) -> str | None:
     """Return a note on rows whose mean exceeds the 99th percentile; None if there are none."""
     above = sum(row["us_p99"] is not None and row["us"] > row["us_p99"] for row in rows)
     if not above:

@@ -1,8 +1,9 @@
-"""Tables and a plot as an HTML page without references to other files."""
+"""Tables and plots as an HTML page without references to other files."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import importlib.resources
 import io
@@ -24,33 +25,43 @@ def fill(template: str, parts: Mapping[str, str]) -> str:
     return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], text)
 
 
-def page(title: str, tables: Sequence[Table], notes: Sequence[str] = (), figure: Figure | None = None) -> str:
-    """Return the page.
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of a report."""
 
-    Args:
-        title: The title.
-        tables: The tables, as the terminal shows them.
-        notes: Lines of text below the tables.
-        figure: The plot, if any.
-    """
-    return fill(
-        "report.html",
-        {
-            "TITLE": html.escape(title),
-            "TABLES": "\n".join(map(_table, tables)),
-            "NOTES": "\n".join(f"<p>{html.escape(note)}</p>" for note in notes),
-            "FIGURE": "" if figure is None else _image(figure),
-        },
-    )
+    title: str
+    tables: Sequence[Table]
+    """The tables, as the terminal shows them."""
+
+    notes: Sequence[str] = ()
+    """Lines of text below the tables."""
+
+    warnings: Sequence[str] = ()
+    figure: Figure | None = None
 
 
-def _table(table: Table) -> str:
-    classes = [' class="number"' if column.justify == "right" else "" for column in table.columns]
-    head = [f"<th{kind}>{_text(column.header)}</th>" for kind, column in zip(classes, table.columns, strict=True)]
-    rows = zip(*[column.cells for column in table.columns], strict=True)
+def page(title: str, sections: Sequence[Section]) -> str:
+    """Return the page of a report. The only section of a page has the page's title."""
+    parts = [_section(section, has_title=len(sections) > 1) for section in sections]
+    return fill("report.html", {"TITLE": html.escape(title), "SECTIONS": "\n".join(parts)})
+
+
+def _section(section: Section, *, has_title: bool) -> str:
+    parts = [f"<h2>{html.escape(section.title)}</h2>"] if has_title else []
+    parts += map(table, section.tables)
+    parts += [f"<p>{html.escape(note)}</p>" for note in (*section.notes, *section.warnings)]
+    return "\n".join(parts if section.figure is None else [*parts, _image(section.figure)])
+
+
+def table(shown: Table) -> str:
+    """Return a table as HTML."""
+    classes = [' class="number"' if column.justify == "right" else "" for column in shown.columns]
+    head = [f"<th{kind}>{_text(column.header)}</th>" for kind, column in zip(classes, shown.columns, strict=True)]
+    rows = zip(*[column.cells for column in shown.columns], strict=True)
     body = [[f"<td{kind}>{_text(cell)}</td>" for kind, cell in zip(classes, row, strict=True)] for row in rows]
     lines = "\n".join(f"<tr>{''.join(cells)}</tr>" for cells in [head, *body])
-    return f"<h2>{_text(table.title or '')}</h2>\n<div><table>\n{lines}\n</table></div>"
+    title = f"<h3>{_text(shown.title)}</h3>\n" if shown.title else ""
+    return f"{title}<div><table>\n{lines}\n</table></div>"
 
 
 def _text(value: object) -> str:

@@ -113,6 +113,11 @@ def read(directory: Path) -> list[RankDump]:
     return [_rank_dump(content, contents) for content in contents]
 
 
+def is_directory_of_dumps(path: Path) -> bool:
+    """Return whether a directory has the dump files of a job."""
+    return next(path.glob(_FILES), None) is not None
+
+
 def _content(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
@@ -249,44 +254,6 @@ def name_wait(wait: RankWait) -> str:
     return f"wait for {others}, {wait.reason}" if wait.reason else f"wait for {others}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Straggler:
-    """The rank for which the other ranks waited longest."""
-
-    rank: int
-    seconds: float
-    """The sum of their waits."""
-
-    waits: int
-
-
-def find_straggler(all_waits: Sequence[RankWait]) -> Straggler | None:
-    """Return the straggler; None if no rank waited for another."""
-    seconds, numbers = _waited_for(all_waits)
-    if not seconds:
-        return None
-    rank = max(seconds, key=lambda rank: (seconds[rank], -rank))
-    return Straggler(rank, seconds[rank], numbers[rank])
-
-
-def name_straggler(dumps: Sequence[RankDump], straggler: Straggler) -> str:
-    """Return `rank 2 on node0`."""
-    hosts = {dump.rank: dump.host for dump in dumps}
-    host = hosts.get(straggler.rank)
-    return f"rank {straggler.rank}" + (", which wrote no dump file" if host is None else f" on {host}")
-
-
-def _waited_for(all_waits: Sequence[RankWait]) -> tuple[dict[int, float], dict[int, int]]:
-    """Return the seconds that others waited for each rank, and the number of these waits."""
-    seconds: dict[int, float] = collections.defaultdict(float)
-    numbers: dict[int, int] = collections.defaultdict(int)
-    for wait in all_waits:
-        for rank in wait.ranks:
-            seconds[rank] += wait.end - wait.start
-            numbers[rank] += 1
-    return seconds, numbers
-
-
 def arrows(dumps: Sequence[RankDump]) -> list[MessageArrow]:
     """Return the messages of which both ends are recorded, and which have been received."""
     sends, receives = _messages(dumps)
@@ -309,36 +276,6 @@ def _messages(dumps: Sequence[RankDump]) -> tuple[_Ends, _Ends]:
         ends = sends if is_send else receives
         ends[fields["group"], fields["members"], source, target, fields["tag"], fields["message"]] = operation
     return sends, receives
-
-
-def summary(dumps: Sequence[RankDump], all_waits: Sequence[RankWait]) -> dict[str, Any]:
-    """Return the times and numbers of a job: of all ranks, and of each.
-
-    Args:
-        dumps: The dump files of the job.
-        all_waits: What `waits` returns for them.
-    """
-    waiting: dict[int, float] = collections.defaultdict(float)
-    for wait in all_waits:
-        waiting[wait.operation.rank] += wait.end - wait.start
-    waited_for, _ = _waited_for(all_waits)
-    operations = [operation for dump in dumps for operation in dump.operations]
-    start = min((operation.called for operation in operations), default=0.0)
-    end = max((operation.end for operation in operations), default=0.0)
-    ranks = [
-        {
-            "rank": dump.rank,
-            "host": dump.host,
-            "operations": len(dump.operations),
-            "not_over": sum(not operation.is_over for operation in dump.operations),
-            "wait_seconds": waiting[dump.rank],
-            "waited_for_seconds": waited_for.get(dump.rank, 0.0),
-            "clock": dump.clock,
-            "clock_error_seconds": dump.error,
-        }
-        for dump in dumps
-    ]
-    return {"seconds": end - start, "messages": len(arrows(dumps)), "ranks": ranks}
 
 
 def trace(dumps: Sequence[RankDump]) -> dict[str, Any]:

@@ -32,21 +32,37 @@ def write_csv(path: Path, rows: Rows) -> None:
         writer.writerows(rows)
 
 
-def read_operations(path: Path) -> Rows:
-    """Return the rows of a file that `mpicomm bench --json` wrote.
+def read_benchmark(path: Path) -> dict[str, Any]:
+    """Return the content of a file that `mpicomm bench --json` wrote.
 
     Raises:
         OSError: If the file cannot be read.
         ValueError: If the file has another format.
     """
     try:
-        rows: Rows = json.loads(path.read_text())["rows"]
-        for row in rows:
-            key_of(row)
+        results: dict[str, Any] = json.loads(path.read_text())
+        for row in results["rows"]:
+            row["backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} was not written by `mpicomm bench --json`: {error!r}.\nPass a file that this command wrote."
         ) from error
+    return results
+
+
+def read_operations(path: Path) -> Rows:
+    """Return the rows of a file that `mpicomm bench --json` wrote for operations.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file has another format.
+    """
+    rows: Rows = read_benchmark(path)["rows"]
+    try:
+        for row in rows:
+            key_of(row)
+    except KeyError as error:
+        raise ValueError(f"{path} has no operations: {error!r}.\nPass a file of `mpicomm bench`.") from error
     return rows
 
 

@@ -14,20 +14,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpicomm.reports import html_report, job_trace
-from mpicomm.reports.job_trace import DumpedOperation, RankDump, RankWait, Straggler
+from mpicomm.reports import html_report, job_summary, job_trace
+from mpicomm.reports.job_trace import DumpedOperation, RankDump, RankWait
 
 _DETAILS = ("name", "group", "dtype", "count", "nbytes", "peer", "tag", "where", "is_over")
 _OPEN_RANKS = 16  # the table of more ranks is closed, so that the page begins with the timeline
-_COLUMNS = {
-    "rank": "rank",
-    "host": "host",
-    "operations": "operations",
-    "not_over": "not over",
-    "wait_seconds": "waits for others",
-    "waited_for_seconds": "others wait for it",
-    "clock": "clock",
-}
 
 
 def page(dumps: Sequence[RankDump], title: str) -> str:
@@ -38,64 +29,26 @@ def page(dumps: Sequence[RankDump], title: str) -> str:
         title: The title of the page.
     """
     waits = job_trace.waits(dumps)
-    summary = job_trace.summary(dumps, waits)
-    straggler = job_trace.find_straggler(waits)
-    packed = gzip.compress(json.dumps(_data(dumps, waits, straggler), separators=(",", ":")).encode(), compresslevel=6)
+    summary = job_summary.of(dumps, waits)
+    data = _data(dumps, waits, summary["straggler"])
+    packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), compresslevel=6)
     parts = {
         "TITLE": html.escape(title),
-        "SUMMARY": html.escape(_headline(dumps, summary)),
-        "STRAGGLER": _straggler_line(dumps, straggler),
+        "SUMMARY": html.escape(job_summary.headline(summary)),
+        "STRAGGLER": html.escape(job_summary.straggler_line(summary)),
         "OPEN": " open" if len(dumps) <= _OPEN_RANKS else "",
-        "TABLE": _table(summary["ranks"]),
+        "TABLE": html_report.table(job_summary.table(summary)),
         "DATA": base64.b64encode(packed).decode(),
     }
     return html_report.fill("timeline.html", parts)
 
 
-def _headline(dumps: Sequence[RankDump], summary: Mapping[str, Any]) -> str:
-    """Return `4 ranks on 2 hosts, 964 operations and 160 messages in 0.341 s; 3 operations were not over`."""
-    hosts = len({dump.host for dump in dumps})
-    text = (
-        f"{_count(len(dumps), 'rank')} on {_count(hosts, 'host')}, "
-        f"{_count(sum(len(dump.operations) for dump in dumps), 'operation')} and "
-        f"{_count(summary['messages'], 'message')} in {summary['seconds']:.3f} s"
-    )
-    if not_over := sum(rank["not_over"] for rank in summary["ranks"]):
-        text += f"; {_count(not_over, 'operation')} {'was' if not_over == 1 else 'were'} not over"
-    return text
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _straggler_line(dumps: Sequence[RankDump], straggler: Straggler | None) -> str:
-    if straggler is None:
-        return "No rank waited for another rank."
-    name = html.escape(job_trace.name_straggler(dumps, straggler))
-    return (
-        f"The other ranks waited longest for <strong>{name}</strong>: {straggler.seconds:.3f} s in total, in "
-        f"{_count(straggler.waits, 'wait')}."
-    )
-
-
-def _table(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Return the waits of each rank as an HTML table."""
-    head = "".join(f"<th>{title}</th>" for title in _COLUMNS.values())
-    rows = ["".join(_cell(rank[name]) for name in _COLUMNS) for rank in ranks]
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, str):
-        return f"<td>{html.escape(value)}</td>"
-    return f'<td class="number">{f"{value:.3f} s" if isinstance(value, float) else f"{value:,}"}</td>'
-
-
 # -- the data of the drawing -------------------------------------------------------------------------------------------
 
 
-def _data(dumps: Sequence[RankDump], all_waits: Sequence[RankWait], straggler: Straggler | None) -> dict[str, Any]:
+def _data(
+    dumps: Sequence[RankDump], all_waits: Sequence[RankWait], straggler: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Return the data that the page draws. Operations are numbered in the order of ranks and lanes."""
     start = min((operation.called for dump in dumps for operation in dump.operations), default=0.0)
     end = max((operation.end for dump in dumps for operation in dump.operations), default=0.0)
@@ -113,7 +66,7 @@ def _data(dumps: Sequence[RankDump], all_waits: Sequence[RankWait], straggler: S
     arrows = sorted(job_trace.arrows(dumps), key=lambda arrow: arrow.send.called)
     return {
         "duration": max(1, _nanoseconds(end - start)),
-        "straggler": None if straggler is None else straggler.rank,
+        "straggler": None if straggler is None else straggler["rank"],
         "ranks": ranks,
         "details": [dict(zip(_DETAILS, row, strict=True)) for row in details.rows],
         "texts": list(texts.rows),

@@ -68,7 +68,7 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     assert len(files["csv"].read_text().splitlines()) == 1 + len(found["rows"])
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     page = files["html"].read_text()
-    assert all(f"<h2>{name}, float32, in place</h2>" in page for name in ("all_reduce", "broadcast")), page
+    assert all(f"<h3>{name}, float32, in place</h3>" in page for name in ("all_reduce", "broadcast")), page
     assert page.count('<img alt="plot of the values" src="data:image/png;base64,') == 1
     assert result_files.read_operations(files["json"]) == found["rows"], "--compare reads what --json writes"
 

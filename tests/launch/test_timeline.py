@@ -6,12 +6,14 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mpicomm import metrics_file
 from mpicomm.cli.main import main
 from mpicomm.reports import job_trace
 from mpicomm.reports.job_trace import RankDump
@@ -215,8 +217,32 @@ def test_the_summary_is_shown(job: Job, capsys: pytest.CaptureFixture[str], tmp_
     waited = {each["rank"]: each["waited_for_seconds"] for each in found["ranks"]}
     assert waited[2] > waited[0]
     assert found["straggler"]["seconds"] == max(waited.values()) == waited[found["straggler"]["rank"]]
-    named = f"<strong>rank {found['straggler']['rank']} on {job.dumps[0].host}</strong>"
+    named = f"longest for rank {found['straggler']['rank']} on {job.dumps[0].host}:"
     assert named in (tmp_path / "t.html").read_text()
+
+
+def test_one_report_of_a_run_a_benchmark_and_a_job(job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run, page = tmp_path / "digits", tmp_path / "all.html"
+    run.mkdir()
+    (run / metrics_file.NAME).write_text('{"event": "start", "step": 0, "epoch": 0, "world_size": 4}\n')
+    sizes = {"model": "small", "parameters": 33, "strategy": "ddp", "backend": "mpi"}
+    times = dict.fromkeys(("ms", "ms_median", "data_ms", "compute_ms", "communication_ms"), 1.5)
+    results = {"rows": [sizes | times], "warnings": ["alpha is busy"]}
+    (tmp_path / "steps.json").write_text(json.dumps(results))
+    paths = [str(path) for path in (job.folder, tmp_path / "steps.json", run)]
+    assert main(["report", *paths, "--html", str(page)]) == 0
+    shown = capfd.readouterr()
+    assert "mpicomm report: warning: alpha is busy" in shown.err
+    assert "milliseconds per step" in shown.out
+    assert "The other ranks waited longest for rank" in shown.out
+    text = page.read_text()
+    assert re.findall("<h2>(.*)</h2>", text) == ["digits", "steps.json", job.folder.name]
+    assert all(each in text for each in ("<p>alpha is busy</p>", "milliseconds per step", "waited longest for rank"))
+    assert main(["report", *paths, "--json"]) == 0
+    run_values, benchmark, of_job = json.loads(capfd.readouterr().out)
+    assert (run_values["run"], benchmark, len(of_job["ranks"])) == ("digits", results, SIZE)
+    assert main(["report", *paths[:2], "--plot", str(tmp_path / "runs.png")]) == 2
+    assert "no PATH is the checkpoint_dir of a run.\nUse --html" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"rank": 0}'])

@@ -1182,13 +1182,6 @@ else:
         tests="tests/launch/test_timeline.py -k other_directories",
     ),
     Mutant(
-        "timeline_page._cell",
-        old="html.escape(value)",
-        new="value",
-        fault="A host name with markup becomes part of the page of `mpicomm timeline`.",
-        tests="tests/unit/test_timeline_page.py -k escapes_text",
-    ),
-    Mutant(
         "html_report._text",
         old="html.escape(str(value))",
         new="str(value)",

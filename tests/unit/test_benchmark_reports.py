@@ -55,8 +55,10 @@ def test_each_operation_has_a_table_of_its_own_with_the_overlap() -> None:
 
 def test_a_mean_above_the_99th_percentile_is_explained() -> None:
     rows = [row("mpi", 23.7, us_p50=7.9, us_p99=20.0), row("gloo", 10.0, us_p50=9.0, us_p99=12.0), row("mpi4py", 8.0)]
-    assert str(benchmarks.note_on_interrupted_calls(rows)).startswith("In 1 of 3 rows, the mean (us) exceeds p99")
-    assert benchmarks.note_on_interrupted_calls(rows[1:]) is None
+    (inputs, note) = benchmarks.notes({"inputs": "zeros", "rows": rows})
+    assert inputs == "inputs: zeros"
+    assert note.startswith("In 1 of 3 rows, the mean (us) exceeds p99")
+    assert benchmarks.notes({"inputs": "zeros", "rows": rows[1:]}) == [inputs]
 
 
 def test_curves_of_latency_and_bus_bandwidth() -> None:

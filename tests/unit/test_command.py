@@ -88,7 +88,7 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Ca
     [
         ([], "required: COMMAND"),
         (["repotr"], "repotr"),
-        (["report"], "required: RUN_DIR"),
+        (["report"], "required: PATH"),
         (["report", ".", "--plot", "a.jpg"], "expected a .png file, got a.jpg; use a.png"),
         (["bench", "--device", "cuda:0"], "expected a type of device without an index"),
     ],
