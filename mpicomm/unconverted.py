@@ -38,6 +38,7 @@ _IN_A_CHILD = (
 )
 
 
+@functools.cache  # torch calls it for each installation of mpicomm that it finds
 def watch() -> None:
     """Watch this process if it is a rank."""
     backend = os.environ.pop(REPLACED_BACKEND, None)  # not of the programs that this rank starts
