@@ -19,6 +19,12 @@ NAME = "metrics.jsonl"
 PARTS = ("data", "compute", "communication")
 """The parts of the time of steps; a step entry has the seconds of each known part, as `data_s`."""
 
+EVENTS = frozenset({
+    "start", "resume", "recovery", "recovered", "step", "skipped", "epoch", "eval", "step_eval", "checkpoint",
+    "save_interval", "preempted", "ended", "end",
+})  # fmt: skip
+"""The events of the Trainer."""
+
 ENTRY_FIELDS = frozenset({"event", "time", "step", "epoch", "consumed"})
 """The fields that each entry has."""
 
@@ -40,6 +46,20 @@ def check_names(names: Iterable[str], call: str, fields: Collection[str] = ENTRY
             raise ValueError(
                 f"{call}: {name!r} is the name of a field of each {entry}.\nUse another name, such as 'my_{name}'."
             )
+
+
+def check_event(event: str, call: str) -> None:
+    """Check that an entry of the user has no name of the trainer, whose entries describe the run.
+
+    Args:
+        event: The name.
+        call: The function that takes it, for the error.
+
+    Raises:
+        ValueError: If it is that of the trainer's entries.
+    """
+    if event in EVENTS:
+        raise ValueError(f"{call}: the Trainer writes the entries {event!r}.\nUse another name, such as 'my_{event}'.")
 
 
 class MetricsFile:

@@ -16,8 +16,15 @@ from mpicomm.metrics_file import PARTS
 from mpicomm.reports.runs import BEGINNINGS, Entry, Run, percentages
 
 _STATES = {"end": "complete", "preempted": "preempted"}
-_LOWER_IS_BETTER = {"loss", "error", "err", "mse", "rmse", "mae", "mape", "nll", "perplexity", "ppl", "wer", "cer"}
-_OF_EVERY_ENTRY = {"event", "time", "step", "epoch", "consumed"}
+_LOWER_IS_BETTER = {
+    "loss", "logloss", "error", "err", "mse", "rmse", "nrmse", "mae", "mape", "nll", "entropy", "divergence", "div",
+    "kl", "perplexity", "ppl", "bits", "bpb", "bpc", "wer", "cer", "eer", "fid", "lpips",
+}  # fmt: skip
+_HIGHER_IS_BETTER = {
+    "accuracy", "acc", "top1", "top5", "precision", "recall", "f1", "auc", "auroc", "roc", "ap", "map", "iou", "miou",
+    "dice", "bleu", "rouge", "meteor", "r2", "mrr", "ndcg", "psnr", "ssim", "score", "reward", "correlation",
+}  # fmt: skip
+_WORD = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*")  # of `valLoss`, `MSELoss`, `eval_f1`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Best:
     epoch: int
     step: int
     which: str
-    """lowest or highest, whichever the metric's name implies to be better."""
+    """lowest or highest, whichever the metric's name implies to be better; other metrics have no best value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +91,7 @@ class RunMetrics:
 
 def compute(run: Run) -> RunMetrics:
     """Return the metrics of a run."""
-    steps, evaluations = run.select("step"), run.select("eval")
+    steps, evaluations = run.select("step"), run.select("eval", "step_eval")
     last = run.entries[-1] if run.entries else Entry()
     state, why = _state(run)
     ranks = _ranks(run)
@@ -119,7 +126,7 @@ def as_json(metrics: RunMetrics) -> dict[str, Any]:
 
 def evaluation_metrics(evaluation: Entry) -> dict[str, float]:
     """Return the numbers of an evaluation entry by metric."""
-    names = [name for name in evaluation.values if name not in _OF_EVERY_ENTRY | {"eval_samples"}]
+    names = [name for name in evaluation.values if name not in metrics_file.ENTRY_FIELDS | {"eval_samples"}]
     return {name: value for name in names if (value := evaluation.number(name)) is not None}
 
 
@@ -160,16 +167,19 @@ def _best(evaluations: list[Entry]) -> dict[str, Best]:
     best: dict[str, Best] = {}
     for entry in evaluations:
         for name, value in evaluation_metrics(entry).items():
-            which = "lowest" if _is_lower_better(name) else "highest"
-            before = best.get(name)
+            before, which = best.get(name), _better(name)
             is_better = before is None or (value < before.value if which == "lowest" else value > before.value)
-            if math.isfinite(value) and is_better:
+            if which is not None and math.isfinite(value) and is_better:
                 best[name] = Best(value, entry.epoch, entry.step, which)
     return best
 
 
-def _is_lower_better(name: str) -> bool:
-    return not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
+def _better(name: str) -> str | None:
+    """Return which values of a metric are better, "lowest" or "highest"; None if its name does not tell."""
+    words = {word.lower() for word in [*_WORD.findall(name), *re.split(r"[^A-Za-z0-9]+", name)]}
+    if words & _LOWER_IS_BETTER:
+        return "lowest"
+    return "highest" if words & _HIGHER_IS_BETTER else None
 
 
 def _peak_memory(run: Run) -> float | None:
@@ -207,7 +217,7 @@ def _column(run: RunMetrics, metrics: Sequence[str]) -> dict[str, str]:
     for metric in metrics:
         best = run.best_evaluation.get(metric)
         evaluations[f"{metric}, last"] = _format_or_dash(run.last_evaluation.get(metric), "{:.4g}")
-        evaluations[f"{metric}, best"] = _format_or_dash(best, "{0.value:.4g} ({0.which}, epoch {0.epoch})")
+        evaluations[f"{metric}, best"] = _format_or_dash(best, "{0.value:.4g} ({0.which}, step {0.step})")
     return {
         "state": _format_state(run),
         "ranks": _format_or_dash(run.ranks, f"{{}}{before}"),

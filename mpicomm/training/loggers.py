@@ -35,6 +35,9 @@ _TABLE_EVENTS = ("step", "epoch", "eval", "step_eval")
 _ONCE_EVENTS = ("start", "resume", "recovery", "recovered", "skipped", "preempted", "ended", "end")
 """The entries that a process writes once, with options and results of the run instead of metrics."""
 
+_COUNTS = ("samples", "eval_samples")
+"""Values of epochs and evaluations that are the same in most of them, and no metrics."""
+
 _POSITION = ("event", "step", "epoch", "consumed", "time")
 
 _LOGGER = Expected(
@@ -119,7 +122,7 @@ def _tensorboard(directory: Path | None, step: int) -> Iterator[Logger]:
         if entry["event"] in _ONCE_EVENTS:
             writer.add_text(entry["event"], _markdown_table(entry), entry["step"])
         elif "step" in entry:
-            metrics = {name: value for name, value in _numbers(entry).items() if name not in _POSITION}
+            metrics = {name: value for name, value in _numbers(entry).items() if name not in (*_POSITION, *_COUNTS)}
             for name, value in metrics.items():
                 tag = f"{entry['event']}/{name}"
                 if entry["step"] != step or tag not in present:

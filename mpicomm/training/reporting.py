@@ -85,6 +85,7 @@ class Reporter:
         self._begun = self._logged = time.monotonic()
         self._samples = 0  # of all ranks, since this process started
         self._samples_logged = 0
+        self._logged_step = 0
         self._excluded = 0.0  # seconds without training, such as evaluations
         self._loss: float | None = None
         self._next_show = 0.0
@@ -117,7 +118,8 @@ class Reporter:
             )
         job = {"ranks": self._world.size, "device": str(self._world.device)}
         self.write("resume" if position.step else "start", position, line, **job, **dataclasses.asdict(options))
-        self._begun = self._logged = time.monotonic()
+        self._begun, self._logged_step = time.monotonic(), position.step
+        self._logged = self._begun
 
     def begin_after(self, recovery: Recovery) -> None:
         """Report the position at which the run continues after ranks have failed, and start the clocks."""
@@ -129,7 +131,8 @@ class Reporter:
             joined=list(recovery.joined),
             failures=[dataclasses.asdict(failure) for failure in recovery.failures],
         )
-        self._begun = self._logged = time.monotonic()
+        self._begun, self._logged_step = time.monotonic(), recovery.position.step
+        self._logged = self._begun
 
     def end_recovery(self, position: Position) -> None:
         """Report the first step after a recovery, if there was one, and the time without a complete step."""
@@ -153,7 +156,13 @@ class Reporter:
         optimizer: torch.optim.Optimizer,
         logged: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Write a step entry that covers the steps since the last one, with the values that the user has logged."""
+        """Write a step entry that covers the steps since the last one, with the values that the user has logged.
+
+        At the end of an epoch there may be neither; then there is no entry.
+        """
+        has_steps = position.step != self._logged_step
+        if not has_steps and loss is None and not logged:
+            return
         now = time.monotonic()
         self._loss = self._loss if loss is None else loss
         parts = self.timer.reset()
@@ -167,12 +176,12 @@ class Reporter:
             position,
             loss=loss,
             lr=float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else None,
-            samples_per_s=(self._samples - self._samples_logged) / seconds,
+            samples_per_s=(self._samples - self._samples_logged) / seconds if has_steps else None,
             **{f"{name}_s": part_seconds for name, part_seconds in parts.items()},
             memory_mib=_memory(self._world.device) / 2**20,
             **logged,
         )
-        self._logged, self._samples_logged = now, self._samples
+        self._logged, self._samples_logged, self._logged_step = now, self._samples, position.step
 
     def epoch(self, position: Position) -> None:
         """Report a complete epoch."""

@@ -468,9 +468,10 @@ class Trainer:
             **values: Its content, which must be suitable for JSON.
 
         Raises:
-            ValueError: If each entry has a field of the name of a value.
+            ValueError: If the trainer writes entries of this name, or each entry has a field of the name of a value.
         """
         TEXT.check(event, "event", "write_metrics")
+        metrics_file.check_event(event, "write_metrics")
         metrics_file.check_names(values, "write_metrics")
         self._reporter.write(event, self.position, **values)
 

@@ -94,6 +94,8 @@ def test_values_with_the_name_of_a_field_are_refused(world: mpicomm.World) -> No
     trainer = make_trainer(None, make_model(), batch_size=4)
     with pytest.raises(ValueError, match=r"write_metrics: 'step' is the name of a field of each entry.\nUse another"):
         trainer.write_metrics("mine", step=99)
+    with pytest.raises(ValueError, match=r"the Trainer writes the entries 'start'.\nUse another name, such as"):
+        trainer.write_metrics("start", note=1)
     for name in ("time", "samples"):
         with pytest.raises(ValueError, match=f"fit: metrics: '{name}' is the name of a field of each entry"):
             trainer.fit(data, 1, data, {name: lambda outputs, targets: outputs.mean()})

@@ -44,11 +44,15 @@ def test_samples_per_second_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPat
     for steps in (3, 1):  # a step has 64 samples over all ranks, and takes 2 s
         for _ in range(steps):
             clock.now += 2.0
+            position.step += 1
             reporter.step(position, 64)
         with reporter.excluded():  # the time of an evaluation does not count
             clock.now += 7.0
         reporter.log(position, 0.25, optimizer)
+    reporter.log(position, None, optimizer)  # at the end of an epoch, whose last step is logged already
     assert [(entry["event"], entry["samples_per_s"], entry["lr"]) for entry in entries] == [("step", 32.0, 0.5)] * 2
+    reporter.log(position, None, optimizer, {"spread": 3.0})
+    assert (entries[-1]["samples_per_s"], entries[-1]["spread"]) == (None, 3.0)
 
 
 @pytest.mark.parametrize("reports_use", [True, False])

@@ -223,6 +223,11 @@ def test_figures_of_a_run(directory: Path) -> None:
         "eval_loss": run_metrics.Best(0.75, 2, 20, "lowest"),
         "accuracy": run_metrics.Best(0.9, 1, 10, "highest"),
     }
+    within = entry("step_eval", 15, 1, eval_loss=0.7, accuracy=0.7)
+    found = run_metrics.compute(read(directory, [*WHOLE[:-2], within]))
+    assert found.last_evaluation == {"eval_loss": 0.7, "accuracy": 0.7}
+    assert found.best_evaluation["eval_loss"] == run_metrics.Best(0.7, 1, 15, "lowest")
+    found = run_metrics.compute(read(directory, WHOLE))
     assert found.time_percent == pytest.approx({"data": 10, "compute": 60, "communication": 30})
     assert found.peak_memory_mib == 300
 
@@ -282,13 +287,18 @@ def test_an_entry_of_no_samples_takes_the_time_of_its_parts(directory: Path) -> 
         ("top1Err", "lowest"),
         ("RMSE", "lowest"),
         ("f1", "highest"),
-        ("lossless", "highest"),
+        ("valLoss", "lowest"),
+        ("MSELoss", "lowest"),
+        ("cross_entropy", "lowest"),
+        ("bits_per_byte", "lowest"),
+        ("mAP", "highest"),
+        ("lossless", None),
     ],
 )
-def test_which_value_is_better_follows_from_the_name(directory: Path, metric: str, which: str) -> None:
+def test_which_value_is_better_follows_from_the_name(directory: Path, metric: str, which: str | None) -> None:
     run = read(directory, [start(), *[evaluated(step, step, **{metric: value}) for step, value in ((1, 1), (2, 2))]])
-    (best,) = run_metrics.compute(run).best_evaluation.values()
-    assert (best.value, best.which) == ({"lowest": 1, "highest": 2}[which], which)
+    best = run_metrics.compute(run).best_evaluation.get(metric)
+    assert (best and (best.value, best.which)) == (which and ({"lowest": 1, "highest": 2}[which], which))
 
 
 def test_non_finite_values_are_neither_best_nor_in_json(directory: Path) -> None:
@@ -325,7 +335,7 @@ def test_runs_are_columns_of_one_table(directory: Path) -> None:
     assert rows["samples"] == ["200", "100"]
     assert rows["training time"] == ["3.0 s", "1.0 s"]
     assert rows["samples/s"] == ["67", "100"]
-    assert rows["accuracy, best"] == ["0.9 (highest, epoch 1)", "-"]
+    assert rows["accuracy, best"] == ["0.9 (highest, step 10)", "-"]
     assert rows["f1, last"] == ["-", "0.5"]
     assert rows["time in communication"] == ["30 %", "30 %"]
     assert rows["peak memory"] == ["300 MiB", "200 MiB"]
