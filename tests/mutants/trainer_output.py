@@ -44,6 +44,27 @@ MUTANTS = [
         tests="tests/unit/test_reporting.py -k samples_per_second",
     ),
     Mutant(
+        "Reporter.log",
+        old="not has_steps and loss is None and not logged",
+        new="False",
+        fault="The last step of an epoch is logged twice, the second time with a throughput of zero.",
+        tests="tests/unit/test_reporting.py -k samples_per_second",
+    ),
+    Mutant(
+        "run_metrics.compute",
+        old='run.select("eval", "step_eval")',
+        new='run.select("eval")',
+        fault="The report of a run has no evaluations within epochs.",
+        tests="tests/unit/test_runs.py -k figures_of_a_run",
+    ),
+    Mutant(
+        "Trainer.write_metrics",
+        old='metrics_file.check_event(event, "write_metrics")',
+        fault="An entry of a callback is taken for the start of the run.",
+        tests="tests/training/test_callbacks.py -k name_of_a_field",
+        ranks=2,
+    ),
+    Mutant(
         "Trainer.write_metrics",
         old='metrics_file.check_names(values, "write_metrics")',
         fault="A value of a callback replaces the step or the time of an entry.",

@@ -857,9 +857,9 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
     ),
     Mutant(
         "_column",
-        old='"{0.value:.4g} ({0.which}, epoch {0.epoch})"',
-        new='"{0.value:.4g} ({0.which}, epoch {0.step})"',
-        fault="The table of a run shows the step of the best value as its epoch.",
+        old='"{0.value:.4g} ({0.which}, step {0.step})"',
+        new='"{0.value:.4g} ({0.which}, step {0.epoch})"',
+        fault="The table of a run shows the epoch of the best value as its step.",
         tests="tests/unit/test_runs.py -k columns_of_one_table",
     ),
     # -- benchmarks -----------------------------------------------------------------------------------------

@@ -48,6 +48,20 @@ MUTANTS = [
         tests="tests/unit/test_rank_variables.py -k test_variables_of_the_user",
     ),
     Mutant(
+        "rank_variables.without_colors",
+        old='parent.has_terminal or environ.get("FORCE_COLOR")',
+        new='environ.get("FORCE_COLOR")',
+        fault="Ranks print no colours on a terminal.",
+        tests="tests/unit/test_rank_variables.py -k test_no_colors",
+    ),
+    Mutant(
+        "mpi._exit_ends_job",
+        old="parent in _PRRTE and not tolerates_failures()",
+        new="False",
+        fault="A failure is followed by 17 lines of Open MPI and a NUL byte.",
+        tests="tests/launch/test_unconverted.py -k test_the_group_of_a_converted_program",
+    ),
+    Mutant(
         "exit_hooks.arm",
         old="previous = previous.previous",
         new="pass",
