@@ -49,8 +49,8 @@ MUTANTS = [
     ),
     Mutant(
         "rank_variables.without_colors",
-        old='parent.has_terminal or environ.get("FORCE_COLOR")',
-        new='environ.get("FORCE_COLOR")',
+        old='parent is None or parent.has_terminal or environ.get("FORCE_COLOR")',
+        new='parent is None or environ.get("FORCE_COLOR")',
         fault="Ranks print no colours on a terminal.",
         tests="tests/unit/test_rank_variables.py -k test_no_colors",
     ),
