@@ -50,7 +50,6 @@ _OLDEST_MPI4PY = (4, 0)
 _YIELD_VARIABLES = {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
 
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
-_PRRTE = ("prterun", "prted")
 _RANK_PROCESS = "_MPICOMM_RANK_PROCESS"  # set in a rank, for its children: its pid, and its connection to the launcher
 _FENCE_SECONDS = 5.0  # for all ranks to leave MPI_Init; a precaution, after which the start continues
 _POLLS_WITHOUT_PAUSE = 200  # some 100 us, in which a message of a running rank arrives; then polls must yield the core
@@ -380,26 +379,6 @@ def tolerates_failures() -> bool:
     has_calls = all(hasattr(api().Comm, name) for name in ("Revoke", "Shrink", "Agree", "Get_failed"))
     is_enabled = os.environ.get(_FT_ENABLED, "").lower() in ("1", "true", "yes", "enabled")  # mpirun sets it
     return has_calls and api().get_vendor()[0] == "Open MPI" and is_enabled
-
-
-def abort(comm: Intracomm, status: int) -> None:
-    """Abort the job; an error of MPI_Abort is raised."""
-    if status and _exit_ends_job():
-        os._exit(status)
-    comm.Abort(status)
-
-
-def _exit_ends_job() -> bool:
-    """Return whether the launcher ends the job if this process exits with another status than 0.
-
-    Open MPI 5's launcher, PRRTE, does so for the processes that it has started itself, unless ranks may fail. It then
-    prints 6 lines; after MPI_Abort it prints 17 and a NUL byte.
-    """
-    try:
-        parent = Path(f"/proc/{os.getppid()}/comm").read_text(encoding="utf-8").strip()
-    except OSError:
-        return False
-    return parent in _PRRTE and not tolerates_failures()
 
 
 def is_usable() -> bool:

@@ -44,7 +44,7 @@ def without_colors(environ: Mapping[str, str]) -> dict[str, str]:
     parent = _parent(environ)
     if parent is None or parent.has_terminal or environ.get("FORCE_COLOR"):
         return {}
-    return {"TERM": "dumb", "NO_COLOR": "1"}
+    return {"TERM": "dumb", "NO_COLOR": "1", "TTY_COMPATIBLE": "0"}  # with the last, rich takes it for a file
 
 
 def of_rank(environ: Mapping[str, str]) -> dict[str, str]:

@@ -94,7 +94,7 @@ def summary(output: str) -> dict[str, Any]:
     """Return the sums of the numbers in pytest's last lines, and the tests that failed."""
     output = _COLORS.sub("", output)
     counts: dict[str, int] = {}
-    for line in (line for line in output.splitlines() if re.search(r" in \d[\d.]*s", line)):
+    for line in (line for line in output.splitlines() if re.search(r" in \d[\d.]*s|\(\d+ s\)$", line)):
         for number, kind in _COUNTS.findall(line):
             counts[kind] = counts.get(kind, 0) + int(number)
     return {"counts": counts, "failed": sorted(set(_FAILED.findall(output)))}

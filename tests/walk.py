@@ -100,14 +100,13 @@ def timed(page: str, line: str, directory: Path, home: Path, *, fails: bool = Fa
         environ.setdefault("PIP_CONFIG_FILE", str(config))
     begun = time.monotonic()
     done = subprocess.run(
-        ["bash", "-c", line],
+        ["timeout", str(_LIMIT_SECONDS), "bash", "-c", line],
         cwd=directory,
         env=environ,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=_LIMIT_SECONDS,
         check=False,
     )
     seconds = round(time.monotonic() - begun, 1)

@@ -178,7 +178,7 @@ def abort(status: int, comm: Intracomm | None) -> None:
     """Abort the job, by MPI if it has connected the ranks; does not return."""
     if comm is not None:
         with contextlib.suppress(Exception):
-            mpi.abort(comm, status)
+            comm.Abort(status)
     os._exit(status)
 
 

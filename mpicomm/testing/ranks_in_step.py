@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest._io import TerminalWriter
 
-from mpicomm import agreement, mpi
+from mpicomm import agreement
 from mpicomm.recorder import rank_text
 from mpicomm.watchdog import error_output
 
@@ -263,7 +263,7 @@ class RanksInStep:
         session_setup.is_first_to_fail()  # the watchdog reports nothing more
         error_output.print_stderr("\n" + "".join(f"[rank {self.rank}] {line}\n" for line in message.splitlines()))
         time.sleep(PRINTING_SECONDS)
-        mpi.abort(self._comm, 1)
+        self._comm.Abort(1)
 
 
 def _outcome(report: pytest.TestReport) -> int:

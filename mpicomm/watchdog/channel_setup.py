@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mpicomm import agreement, mpi
+from mpicomm import agreement
 from mpicomm.launch import request
 from mpicomm.settings import PARENT_VARIABLE
 from mpicomm.topology import Topology
@@ -58,7 +57,7 @@ def start_watchdog(
     rank_info = rank_info_of(where)
     hub_addresses = comm.allgather(_listen(channel, rank_info, address if comm.rank == 0 else "127.0.0.1"))
     # 2. every rank connects to its hub, and its watchdog accepts the ranks of which it is the hub
-    watch = Watchdog(rank_info, channel, limits, functools.partial(mpi.abort, comm), claim)
+    watch = Watchdog(rank_info, channel, limits, comm.Abort, claim)
     problem: OSError | None = None
     try:
         _connect(channel, rank_info, hub_addresses)

@@ -156,8 +156,6 @@ def test_the_group_of_a_converted_program_is_left_in(program: Path) -> None:
     assert outcome.status != 0, outcome
     assert "failed; aborting the job:\nTraceback" in outcome.stderr, outcome
     assert "use mpicomm.bootstrap(backend=None)" in outcome.stderr, outcome
-    assert "MPI_ABORT was invoked" not in outcome.stderr, outcome
-    assert "\0" not in outcome.stderr, outcome
 
 
 def test_a_program_that_connects_nothing_is_reported(program: Path) -> None:

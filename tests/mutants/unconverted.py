@@ -55,13 +55,6 @@ MUTANTS = [
         tests="tests/unit/test_rank_variables.py -k test_no_colors",
     ),
     Mutant(
-        "mpi._exit_ends_job",
-        old="parent in _PRRTE and not tolerates_failures()",
-        new="False",
-        fault="A failure is followed by 17 lines of Open MPI and a NUL byte.",
-        tests="tests/launch/test_unconverted.py -k test_the_group_of_a_converted_program",
-    ),
-    Mutant(
         "exit_hooks.arm",
         old="previous = previous.previous",
         new="pass",

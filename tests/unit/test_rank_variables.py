@@ -70,7 +70,7 @@ def test_an_address_that_cannot_be_reached_is_left_out() -> None:
 
 def test_no_colors_unless_the_output_is_a_terminal() -> None:
     on_terminal = Parent(("127.0.0.1",), 1, b"secret", has_terminal=True)
-    assert rank_variables.without_colors(parent("127.0.0.1")) == {"TERM": "dumb", "NO_COLOR": "1"}
+    assert rank_variables.without_colors(parent("127.0.0.1")).keys() == {"TERM", "NO_COLOR", "TTY_COMPATIBLE"}
     assert rank_variables.without_colors({**parent("127.0.0.1"), "FORCE_COLOR": "1"}) == {}
     assert rank_variables.without_colors({PARENT_VARIABLE: str(on_terminal)}) == {}
     assert rank_variables.without_colors({}) == {}
