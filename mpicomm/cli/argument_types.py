@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,9 +54,20 @@ def count(text: str) -> int:
 
 def png(text: str) -> Path:
     """Parse the path of a PNG file to write."""
+    return _path(text, (".png",))
+
+
+def html(text: str) -> Path:
+    """Parse the path of an HTML page to write."""
+    return _path(text, (".html", ".htm"))
+
+
+def _path(text: str, suffixes: Sequence[str]) -> Path:
     path = Path(text)
-    if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(f"expected a .png file, got {text}; use {path.with_suffix('.png')}")
+    if path.suffix.lower() not in suffixes:
+        raise argparse.ArgumentTypeError(
+            f"expected a {suffixes[0]} file, got {text}; use {path.with_suffix(suffixes[0])}"
+        )
     return path
 
 
@@ -74,6 +85,27 @@ def among(noun: str, known: Sequence[str]) -> Callable[[str], list[str]]:
         return chosen
 
     return words
+
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
+    """Check before the work that the output files of a command can be written, and replace no other file of it.
+
+    Args:
+        outputs: The files by option; None without the option.
+        inputs: The files that the command reads.
+
+    Raises:
+        OSError: If a file cannot be written.
+        ValueError: If two of the files are the same.
+    """
+    uses = {path.resolve(): "which the command reads" for path in inputs}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        if use := uses.get(path.resolve()):
+            raise ValueError(f"{option} {path} would replace the file {use}.\nPass another path to {option}.")
+        uses[path.resolve()] = f"of {option}"
+        check_writable(path)
 
 
 def check_writable(path: Path) -> None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mpicomm import terminal
 from mpicomm.cli import launching
-from mpicomm.cli.argument_types import among, check_writable, count, png
+from mpicomm.cli.argument_types import among, check_outputs, count, html, png
 from mpicomm.cli.console import FAILED, console, failed, print_message
 from mpicomm.errors import LaunchError, MPINotFoundError
 from mpicomm.launch import detect
@@ -216,7 +216,7 @@ def _add_ranks(parser: argparse.ArgumentParser, benchmark: Benchmark, note: str 
         help="rounds, in each of which the backends run in turn (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
-    parser.add_argument("--html", metavar="F.html", type=Path, help="write the tables and curves to this page")
+    parser.add_argument("--html", metavar="F.html", type=html, help="write the tables and curves to this page")
     parser.set_defaults(run=functools.partial(run, benchmark))
 
 
@@ -273,9 +273,10 @@ def _size(text: str) -> int:
 def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
     """Measure on the ranks of this job, or run this command in ranks that measure; return the exit status."""
     # 1. start the ranks
+    before: Values = {}
     try:
         if detect.guess_rank(os.environ) == 0:  # rank 0, or the process that starts the ranks
-            _check_files(benchmark, arguments)
+            before = _check_files(benchmark, arguments)
         if detect.detect(os.environ).is_plain:
             program = (sys.executable, "-m", "mpicomm", *sys.argv[1:])
             start = launching.build(Request(program, arguments.ranks), os.environ)
@@ -300,26 +301,31 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
         if world.rank > 0:
             return 0
         warnings = [host.warning for host in hosts if host.warning is not None]
+        if before:
+            warnings += benchmarks.differences(results, before, str(arguments.compare))
         results |= {"hosts": [dataclasses.asdict(host) for host in hosts], "warnings": warnings}
-        status = _report(benchmark, arguments, results)
+        status = _report(benchmark, arguments, results, before.get("rows", []))
         for warning in warnings:
             print_message(benchmark.command, f"warning: {warning}")
         return status
 
 
-def _check_files(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
-    """Check the files and matplotlib before the measurement."""
+def _check_files(benchmark: Benchmark, arguments: argparse.Namespace) -> Values:
+    """Check the files and matplotlib before the measurement; return the results to compare with, empty without any."""
     if benchmark.draw is not None and (arguments.plot or arguments.html) is not None:
         plots.new_figure((1.0, 1.0))
-    for path in filter(None, (arguments.json, arguments.csv, arguments.plot, arguments.html)):
-        check_writable(path)
-    if arguments.compare is not None:
-        result_files.read_operations(arguments.compare)
+    if arguments.plot is not None and set(arguments.op) == {"barrier"}:
+        raise ValueError(
+            "--plot draws curves over sizes, and barrier has no size.\nAdd an operation, or remove --plot."
+        )
+    names = ("json", "csv", "plot", "html")
+    outputs = {f"--{name}": getattr(arguments, name) for name in names}
+    check_outputs(outputs, [] if arguments.compare is None else [arguments.compare])
+    return {} if arguments.compare is None else result_files.read_operations(arguments.compare)
 
 
-def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values) -> int:
+def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values, before: result_files.Rows) -> int:
     """Print the tables, write the files, and return the exit status."""
-    before = [] if arguments.compare is None else result_files.read_operations(arguments.compare)
     tables, notes, rows = benchmarks.tables(results, before), benchmarks.notes(results), results["rows"]
     try:
         for table in tables:
@@ -337,7 +343,7 @@ def _report(benchmark: Benchmark, arguments: argparse.Namespace, results: Values
             plots.save(benchmark.draw(rows), arguments.plot)
         if arguments.html is not None:
             title = f"mpicomm {benchmark.command} ({results['ranks']} ranks, {results['device']})"
-            figure = None if benchmark.draw is None else benchmark.draw(rows)
+            figure = benchmark.draw(rows) if benchmark.draw is not None and benchmarks.has_curves(rows) else None
             section = html_report.Section(title, tables, notes, results["warnings"], figure)
             arguments.html.write_text(html_report.page(title, [section]), encoding="utf-8")
     except OSError as error:

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mpicomm.cli.argument_types import png
+from mpicomm.cli.argument_types import check_outputs, html, png
 from mpicomm.cli.console import console, failed, print_json, print_message
 from mpicomm.metrics_file import NAME
 from mpicomm.reports import benchmarks, html_report, job_summary, job_trace, plots, result_files, run_metrics, runs
 from mpicomm.reports.html_report import Section
 
-_OF_RESULTS = ".json"
-_Part: TypeAlias = tuple[Section, list[Any]]  # and the objects for JSON
+_Part: TypeAlias = tuple[Section, dict[Path, Any]]  # and the object for JSON of each path
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a Trainer's checkpoint_dir, a file of `mpicomm bench --json`, or a directory below mpicomm-dumps",
     )  # fmt: skip
     parser.add_argument("--plot", metavar="F.png", type=png, help="plot the runs to this file (needs matplotlib)")
-    parser.add_argument("--html", metavar="F.html", type=Path, help="write all tables and plots to this page")
+    parser.add_argument("--html", metavar="F.html", type=html, help="write all tables and plots to this page")
     parser.add_argument("--json", action="store_true", help="print a JSON list with one object per PATH")
     parser.set_defaults(run=run)
 
@@ -38,6 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, and return the exit status."""
     try:
+        check_outputs({"--plot": arguments.plot, "--html": arguments.html}, arguments.paths)
         parts = _parts(arguments.paths, arguments.plot, has_plots=arguments.html is not None)
         sections = [section for section, _ in parts]
         if arguments.html is not None:
@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     for warning in (warning for section in sections for warning in section.warnings):
         print_message("report", f"warning: {warning}")
     if arguments.json:
-        print_json([value for _, values in parts for value in values])
+        values = {path: value for _, of_part in parts for path, value in of_part.items()}
+        print_json([values[path] for path in arguments.paths])
         return 0
     for section in sections:
         for table in section.tables:
@@ -59,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _parts(paths: Sequence[Path], plot: Path | None, *, has_plots: bool) -> list[_Part]:
-    results = [path for path in paths if path.suffix == _OF_RESULTS and path.is_file()]
-    jobs = [path for path in paths if job_trace.is_directory_of_dumps(path)]
+    results = [path for path in paths if path.is_file() and path.name != NAME]
+    jobs = [path for path in paths if not (path / NAME).is_file() and job_trace.files(path)]
     directories = [path for path in paths if path not in (*results, *jobs)]
     parts = [_of_benchmark(path, has_plot=has_plots) for path in results] + [_of_job(path) for path in jobs]
     if directories:
@@ -79,18 +80,18 @@ def _of_runs(directories: Sequence[Path], plot: Path | None, *, has_plot: bool) 
     warnings = [warning for metrics in shown for warning in metrics.warnings]
     title = ", ".join(run.name for run in measured_runs)
     section = Section(title, [run_metrics.table(shown)], warnings=warnings, figure=figure)
-    return section, [run_metrics.as_json(metrics) for metrics in shown]
+    return section, dict(zip(directories, map(run_metrics.as_json, shown), strict=True))
 
 
 def _of_benchmark(path: Path, *, has_plot: bool) -> _Part:
     results = result_files.read_benchmark(path)
-    figure = benchmarks.draw(results["rows"]) if has_plot and benchmarks.is_of_operations(results["rows"]) else None
+    figure = benchmarks.draw(results["rows"]) if has_plot and benchmarks.has_curves(results["rows"]) else None
     tables, notes = benchmarks.tables(results), benchmarks.notes(results)
-    return Section(path.name, tables, notes, results.get("warnings", ()), figure), [results]
+    return Section(path.name, tables, notes, results.get("warnings", ()), figure), {path: results}
 
 
 def _of_job(path: Path) -> _Part:
     dumps = job_trace.read(path)
     summary = job_summary.of(dumps, job_trace.waits(dumps))
     notes = [job_summary.headline(summary), job_summary.straggler_line(summary)]
-    return Section(path.resolve().name, [job_summary.table(summary)], notes), [summary]
+    return Section(path.resolve().name, [job_summary.table(summary)], notes), {path: summary}

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mpicomm import terminal
 from mpicomm.reports import plots
-from mpicomm.reports.result_files import Rows, key_of, kind_of
+from mpicomm.reports.result_files import Rows, is_of_operations, key_of, kind_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +21,7 @@ OURS, MPI4PY, NOTHING = "mpi", "mpi4py", "none"
 _UNKNOWN = "-"
 _INCHES_WIDE, _INCHES_EACH = 10.0, 3.6
 _TICKS = 8
+_CONDITIONS = ("ranks", "nodes", "device", "inputs")  # fields of results that must be equal in runs to compare
 _PANELS = (("us", "latency (us)"), ("busbw", "bus bandwidth (GB/s)"))
 
 
@@ -50,9 +51,27 @@ def notes(results: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def is_of_operations(rows: Rows) -> bool:
-    """Return whether these are rows of operations, of which there may be none: all may be refused."""
-    return all("operation" in row for row in rows)
+def differences(results: Mapping[str, Any], before: Mapping[str, Any], name: str) -> list[str]:
+    """Return warnings that results are not comparable with those of an earlier run.
+
+    Args:
+        results: The results, as in the JSON file.
+        before: Those of the earlier run.
+        name: The name of the earlier run.
+    """
+    warnings = [
+        f"the runs differ in `{condition}`: {before[condition]} in {name}, now {results[condition]}."
+        for condition in _CONDITIONS
+        if condition in before and before[condition] != results[condition]
+    ]
+    if not {key_of(row) for row in before["rows"]} & {key_of(row) for row in results["rows"]}:
+        warnings.append(f"nothing is compared: no row of {name} has an operation, dtype, size and backend of this run.")
+    return warnings
+
+
+def has_curves(rows: Rows) -> bool:
+    """Return whether `draw` has curves to draw: these are rows of operations, at least one on tensors."""
+    return any("operation" in row and row["nbytes"] > 0 for row in rows)
 
 
 def operation_tables(rows: Rows, before: Rows = ()) -> list[Table]:
@@ -71,8 +90,9 @@ def step_table(rows: Rows) -> Table:
     cells = []
     ms = {(row["model"], row["strategy"], row["backend"]): row["ms"] for row in rows}
     for row in rows:
-        names = [row["model"], f"{row['parameters']:,}", row["strategy"], row["backend"]]
-        metrics = [f"{row[name]:.3f}" for name in ("ms", "ms_median", "data_ms", "compute_ms", "communication_ms")]
+        names = [row["model"], _format(row.get("parameters"), ","), row["strategy"], row["backend"]]
+        steps = ("ms", "ms_median", "data_ms", "compute_ms", "communication_ms")
+        metrics = [_format(row.get(name), ".3f") for name in steps]
         ratios = [_ratio(row["ms"], ms.get((row["model"], row["strategy"], other))) for other in (OURS, NOTHING)]
         cells.append([*names, *metrics, *ratios])
     return _table("milliseconds per step", ["model", "params", "strategy", "backend"],
@@ -84,20 +104,20 @@ def decode_table(rows: Rows) -> Table:
     cells = []
     ours = {row["model"]: row["tokens_per_s"] for row in rows if row["backend"] == OURS}
     for row in rows:
-        metrics = [f"{row[name]:.1f}" for name in ("tokens_per_s", "tokens_per_s_median", "us_per_token")]
-        reductions = (
-            [str(row["all_reduces"]), terminal.format_size(row["nbytes"])] if row["all_reduces"] else [_UNKNOWN] * 2
-        )
-        wrong = _UNKNOWN if row["wrong"] is None else str(row["wrong"])
-        names = [row["model"], f"{row['parameters']:,}", row["backend"]]
-        cells.append([*names, *metrics, *reductions, wrong, _ratio(row["tokens_per_s"], ours.get(row["model"]))])
+        metrics = [_format(row.get(name), ".1f") for name in ("tokens_per_s", "tokens_per_s_median", "us_per_token")]
+        reductions = [_format(row.get("all_reduces") or None, "d"), _UNKNOWN]
+        if row.get("all_reduces") and "nbytes" in row:
+            reductions[1] = terminal.format_size(row["nbytes"])
+        names = [row["model"], _format(row.get("parameters"), ","), row["backend"]]
+        ratio = _ratio(row["tokens_per_s"], ours.get(row["model"]))
+        cells.append([*names, *metrics, *reductions, _format(row.get("wrong"), "d"), ratio])
     return _table("tokens per second", ["model", "params", "backend"],
         ["tokens/s", "median", "us/token", "reductions", "size", "wrong", "/ mpi"], cells)  # fmt: skip
 
 
 def _note_on_interrupted_calls(rows: Rows) -> str | None:
     """Return a note on rows whose mean exceeds the 99th percentile; None if there are none."""
-    above = sum(row["us_p99"] is not None and row["us"] > row["us_p99"] for row in rows)
+    above = sum(row.get("us_p99") is not None and row["us"] > row["us_p99"] for row in rows)
     if not above:
         return None
     return (
@@ -111,8 +131,8 @@ def _operation_table(kind: tuple[str, str, bool], rows: Rows, earlier: Mapping[A
     backends = {row["backend"] for row in rows}
     us = {(row["nbytes"], row["backend"]): row["us"] for row in rows}
     shown: dict[str, Callable[[Mapping[str, Any]], str]] = {}
-    if any(row["overlap"] is not None for row in rows):
-        shown["overlap"] = lambda row: f"{row['overlap']:.0f} %"
+    if any(row.get("overlap") is not None for row in rows):
+        shown["overlap"] = lambda row: _format(row.get("overlap"), ".0f", " %")
     if MPI4PY in backends and backends != {MPI4PY}:
         shown["- mpi4py us"] = lambda row: _difference(row["us"], us.get((row["nbytes"], MPI4PY)))
     if OURS in backends and backends != {OURS}:
@@ -137,22 +157,23 @@ def _table(title: str, names: Sequence[str], metrics: Sequence[str], rows: Seque
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    latencies = [_format_us(row[name]) for name in ("us", "us_p50", "us_p99")]
-    return [row["backend"], *latencies, *[f"{row[name]:.2f}" for name in ("algbw", "busbw")], str(row["wrong"])]
+    times = [row.get(name) for name in ("us", "us_p50", "us_p99")]
+    latencies = [_format(us, ".2f" if us is None or us < 1000 else ".0f") for us in times]
+    bandwidths = [_format(row.get(name), ".2f") for name in ("algbw", "busbw")]
+    return [row["backend"], *latencies, *bandwidths, _format(row.get("wrong"), "d")]
 
 
-def _format_us(us: float | None) -> str:
-    if us is None:
-        return _UNKNOWN
-    return f"{us:.2f}" if us < 1000 else f"{us:.0f}"
+def _format(value: float | None, spec: str, unit: str = "") -> str:
+    """Return a value as text; rows of earlier versions lack some values."""
+    return _UNKNOWN if value is None else f"{value:{spec}}{unit}"
 
 
 def _ratio(value: float, other: float | None) -> str:
-    return _UNKNOWN if other is None else f"{value / other:.2f}"
+    return _format(value / other if other else None, ".2f")
 
 
 def _difference(value: float, other: float | None) -> str:
-    return _UNKNOWN if other is None else f"{value - other:+.1f}"
+    return _format(None if other is None else value - other, "+.1f")
 
 
 # -- plots -------------------------------------------------------------------------------------------------------------
@@ -161,12 +182,12 @@ def _difference(value: float, other: float | None) -> str:
 def draw(rows: Rows) -> Figure:
     """Return the plot of operations: latency and bus bandwidth by size, one curve per backend.
 
-    Each operation, dtype and placement (in or out of place) has two panels.
+    Each operation, dtype and placement (in or out of place) has two panels; barriers, which have no sizes, have none.
 
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    kinds = _by_kind(rows)
+    kinds = {kind: of_kind for kind, of_kind in _by_kind(rows).items() if has_curves(of_kind)}
     figure = plots.new_figure((_INCHES_WIDE, _INCHES_EACH * max(1, len(kinds))))
     panels = figure.subplots(max(1, len(kinds)), len(_PANELS), squeeze=False)
     for (kind, of_kind), pair in zip(kinds.items(), panels, strict=False):
@@ -180,7 +201,7 @@ def draw(rows: Rows) -> Figure:
 def _draw(axes: Axes, rows: Rows, name: str) -> None:
     for backend in dict.fromkeys(row["backend"] for row in rows):
         of_backend = [row for row in rows if row["backend"] == backend]
-        points = [(row["nbytes"], row[name]) for row in of_backend if row["nbytes"] > 0 and row[name] > 0]
+        points = [(row["nbytes"], row[name]) for row in of_backend if row["nbytes"] > 0 and (row.get(name) or 0) > 0]
         if points:
             axes.plot(*zip(*points, strict=True), "o-", label=backend, markersize=4)
     axes.set_xscale("log", base=2)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from mpicomm import terminal
+from mpicomm.recorder import rank_text
 from mpicomm.reports import job_trace
 from mpicomm.reports.job_trace import RankDump, RankWait
 
@@ -48,16 +49,21 @@ def of(dumps: Sequence[RankDump], all_waits: Sequence[RankWait]) -> dict[str, An
     return {
         "seconds": end - start,
         "messages": len(job_trace.arrows(dumps)),
+        "size": max((dump.size for dump in dumps), default=0),
         "ranks": ranks,
         "straggler": None if last is None else {"rank": last, "seconds": waited_for[last], "waits": numbers[last]},
     }
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """Return `4 ranks on 2 hosts, 964 operations and 160 messages in 0.341 s; 3 operations were not over`."""
-    ranks = summary["ranks"]
+    """Return `4 ranks on 2 hosts, 964 operations and 160 messages in 0.341 s; 3 operations were not over`.
+
+    It begins with `3 of 4 ranks` if dump files are missing.
+    """
+    ranks, size = summary["ranks"], summary["size"]
+    known = "" if len(ranks) == size else f"{len(ranks):,} of "
     text = (
-        f"{_count(len(ranks), 'rank')} on {_count(len({rank['host'] for rank in ranks}), 'host')}, "
+        f"{known}{_count(size, 'rank')} on {_count(len({rank['host'] for rank in ranks}), 'host')}, "
         f"{_count(sum(rank['operations'] for rank in ranks), 'operation')} and "
         f"{_count(summary['messages'], 'message')} in {summary['seconds']:.3f} s"
     )
@@ -67,17 +73,30 @@ def headline(summary: Mapping[str, Any]) -> str:
 
 
 def straggler_line(summary: Mapping[str, Any]) -> str:
-    """Return the sentence on the straggler."""
+    """Return the sentence on the straggler, and whether the clocks are too inaccurate to be sure of it."""
     straggler = summary["straggler"]
     if straggler is None:
         return "No rank waited for another rank."
     hosts = {rank["rank"]: rank["host"] for rank in summary["ranks"]}
     host = hosts.get(straggler["rank"])
     where = ", which wrote no dump file" if host is None else f" on {host}"
-    return (
+    line = (
         f"The other ranks waited longest for rank {straggler['rank']}{where}: {straggler['seconds']:.3f} s in total, "
         f"in {_count(straggler['waits'], 'wait')}."
     )
+    if reason := _uncertainty(summary["ranks"], straggler["seconds"] / straggler["waits"]):
+        line += f" This is uncertain, another rank may be the last one: {reason}."
+    return line
+
+
+def _uncertainty(ranks: Sequence[Mapping[str, Any]], mean_wait: float) -> str:
+    """Return why the differences between the clocks may be mistaken for waits; empty if they are smaller."""
+    if unknown := [rank["rank"] for rank in ranks if rank["clock"] == job_trace.WALL_CLOCK]:
+        return f"the times of {rank_text.name_ranks(unknown)} are those of the wall clock, whose error is unknown"
+    error = max(rank["clock_error_seconds"] for rank in ranks)
+    if error <= mean_wait:
+        return ""
+    return f"the mean wait of {mean_wait * 1e6:.0f} us is shorter than the error of the clocks, {error * 1e6:.0f} us"
 
 
 def table(summary: Mapping[str, Any]) -> Table:

@@ -9,15 +9,40 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpicomm.recorder import rank_text
 
 _FILES = "rank-*.json"
-_NEEDED = ("rank", "size", "host", "written", "clock", "monotonic", "offset", "operations")
+_FILE = re.compile(r"rank-(\d+)\.json")  # other names, such as that of a copy, are not those of dump files
+_NULL = type(None)
+_Types: TypeAlias = Mapping[str, tuple[type, ...]]
+_FIELDS: _Types = {
+    **dict.fromkeys(("rank", "size"), (int,)),
+    **dict.fromkeys(("host", "clock"), (str,)),
+    **dict.fromkeys(("written", "monotonic"), (int, float)),
+    "offset": (dict, _NULL),
+    "operations": (list,),
+}
+_OFFSET_FIELDS: _Types = dict.fromkeys(("seconds", "error"), (int, float))
+_OPERATION_FIELDS: _Types = {
+    **dict.fromkeys(("name", "group", "members", "dtype", "where"), (str,)),
+    **dict.fromkeys(("is_message", "is_over"), (bool,)),
+    **dict.fromkeys(("number", "count"), (int,)),
+    **dict.fromkeys(("sequence", "peer", "nbytes", "tag", "message"), (int, _NULL)),
+    "monotonic": (list,),
+}
+_MOMENTS = set(itertools.product((int, float), (int, float, _NULL), (int, float, _NULL)))
+"""The types of the times of an operation: its call, its start and its end."""
+
+WALL_CLOCK = "wall clock"
+"""The clock of a rank whose difference to rank 0 was not measured."""
+
 _NOT_ARRIVED, _NO_FILE = "not arrived", "no dump file"
 _SHOWN_FIELDS = ("group", "sequence", "dtype", "count", "nbytes", "peer", "tag", "where", "number", "is_over")
 _FROM_ROOT = {"broadcast", "scatter"}
@@ -67,7 +92,7 @@ class RankDump:
     size: int
     host: str
     clock: str
-    """How its times were converted to the clock of rank 0: "same clock", "measured" or "wall clock"."""
+    """How its times were converted to the clock of rank 0: "same clock", "measured" or `WALL_CLOCK`."""
 
     error: float
     """The largest error of its times in seconds; 0 if unknown."""
@@ -102,33 +127,59 @@ def read(directory: Path) -> list[RankDump]:
 
     Raises:
         OSError: If there are none, or one cannot be read.
-        ValueError: If a file has another format.
+        ValueError: If a file has another format, or the files are those of jobs of different sizes.
     """
-    paths = sorted(directory.glob(_FILES), key=lambda path: int(path.stem.rpartition("-")[2]))
+    paths = files(directory)
     if not paths:
         raise FileNotFoundError(
             f"{directory} has no files {_FILES}.\nPass a job's directory, such as mpicomm-dumps/20261121-102043-33575."
         )
-    contents = [_content(path) for path in paths]
+    contents = [_content(path, rank) for rank, path in paths.items()]
+    for path, content in zip(paths.values(), contents, strict=True):
+        if content["size"] != contents[0]["size"]:
+            raise ValueError(
+                f"{directory} has dump files of different jobs: {paths[contents[0]['rank']].name} is from a job of "
+                f"{contents[0]['size']} ranks, {path.name} from one of {content['size']}.\nRemove the files of the "
+                f"other job, and pass a directory of its own to each job's dump_flight_recorder()."
+            )
     return [_rank_dump(content, contents) for content in contents]
 
 
-def is_directory_of_dumps(path: Path) -> bool:
-    """Return whether a directory has the dump files of a job."""
-    return next(path.glob(_FILES), None) is not None
+def files(directory: Path) -> dict[int, Path]:
+    """Return the dump files in a directory by rank, in the order of the ranks."""
+    matches = ((_FILE.fullmatch(path.name), path) for path in directory.glob(_FILES))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match is not None))
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _content(path: Path, rank: int) -> dict[str, Any]:
+    """Return the content of a rank's dump file."""
     try:
-        content = json.loads(path.read_text())
-        if missing := [name for name in _NEEDED if name not in content]:
-            raise ValueError(f"no field {missing[0]!r}")
+        content: dict[str, Any] = json.loads(path.read_text())
+        _check_fields(content, _FIELDS)
+        if content["offset"] is not None:
+            _check_fields(content["offset"], _OFFSET_FIELDS)
+        for operation in content["operations"]:
+            _check_fields(operation, _OPERATION_FIELDS)
+            if tuple(map(type, operation["monotonic"])) not in _MOMENTS:
+                raise ValueError(f"'monotonic' has the value {operation['monotonic']}")
+        if content["rank"] != rank or rank >= content["size"]:
+            raise ValueError(f"it is that of rank {content['rank']} of {content['size']} ranks")
     except ValueError as error:
         raise ValueError(
             f"{path} is not a dump file of this version of mpicomm: {error}.\nRemove the file, or pass another job's "
             f"directory."
         ) from error
     return content
+
+
+def _check_fields(values: Any, types: _Types) -> None:
+    if not isinstance(values, dict):
+        raise ValueError(f"expected a JSON object, got {str(values)[:40]}")
+    for name, expected in types.items():
+        if name not in values:
+            raise ValueError(f"no field {name!r}")
+        if not isinstance(values[name], expected):
+            raise ValueError(f"{name!r} has the value {str(values[name])[:40]}")
 
 
 def _rank_dump(content: dict[str, Any], contents: Sequence[dict[str, Any]]) -> RankDump:
@@ -156,7 +207,7 @@ def _offset_and_source(
     same = [other for other in contents if other["clock"] and other["clock"] == content["clock"]]
     known = [other["offset"] for other in [content, *same] if other["offset"] is not None]
     if not known:
-        return None, "wall clock"
+        return None, WALL_CLOCK
     best = min(known, key=lambda offset: offset["error"])
     return best, "measured" if best["error"] else "same clock"
 
@@ -175,14 +226,15 @@ def _waits_in_collectives(dumps: Sequence[RankDump]) -> list[RankWait]:
             calls[key][operation.rank] = operation
             member = (*key[:2], operation.rank)
             last[member] = max(last[member], key[2])
-    # 2. the waits in each collective
+    # 2. the waits in each collective; the last call is unknown if the ring of a rank has dropped its call
     dumped = {dump.rank for dump in dumps}
     collected = []
     for (group, members, sequence), by_rank in calls.items():
         ranks = rank_text.parse_ranges(members) if members else range(dumps[0].size)
         others = [rank for rank in ranks if rank not in by_rank and last[group, members, rank] < sequence]
         absent = {rank: _NOT_ARRIVED if rank in dumped else _NO_FILE for rank in others}
-        newest = heapq.nlargest(2, by_rank.values(), key=_arrival)
+        is_complete = all(rank in by_rank for rank in ranks if rank in dumped)
+        newest = heapq.nlargest(2, by_rank.values(), key=_arrival) if is_complete else []
         waits_or_none = (_wait(operation, by_rank, newest, absent) for operation in by_rank.values())
         collected += [wait for wait in waits_or_none if wait is not None]
     return collected
@@ -199,7 +251,7 @@ def _wait(
     Args:
         operation: The rank's call.
         by_rank: The calls of all ranks.
-        newest: The last two of these calls, of which at least one is that of another rank.
+        newest: The last two of these calls, of which at least one is that of another rank; empty if unknown.
         absent: The ranks that have not called it, with the reason.
     """
     if operation.start is None:

@@ -85,7 +85,6 @@ def draw(runs: Sequence[Run]) -> Figure:
         axes.grid(visible=True, alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
-    figure.align_ylabels()
     title = textwrap.fill(", ".join(run.name for run in runs), _TITLE_COLUMNS)
     figure.suptitle(title, parse_math=False)
     return figure

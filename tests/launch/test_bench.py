@@ -44,7 +44,7 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     files = {name: tmp_path / f"bench.{name}" for name in ("json", "csv", "png", "html")}
     old = tmp_path / "old.json"
     row = {"operation": "all_reduce", "dtype": "float32", "in_place": True, "nbytes": 4, "backend": "mpi", "us": 1e9}
-    old.write_text(json.dumps({"rows": [row]}))
+    old.write_text(json.dumps({"ranks": 3, "rows": [row]}))
     bench = [*BENCH, "-n", "2", "--size", "4,1Ki", "--op", "all_reduce,broadcast", "--rounds", "2"]
     bench += ["--compare", str(old)]
     written = ["--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])]
@@ -58,6 +58,9 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     assert shown == [headings] * 2, "broken, or with escape codes"
     found = json.loads(files["json"].read_text())
     assert (found["ranks"], found["nodes"], found["refused"]) == (2, 1, {})
+    difference = f"the runs differ in `ranks`: 3 in {old}, now 2."
+    assert found["warnings"][-1] == difference
+    assert f"mpicomm bench: warning: {difference}" in outcome.stderr, outcome
     assert [host["ranks"] for host in found["hosts"]] == [2]
     assert [(row["operation"], row["nbytes"], row["backend"], row["wrong"]) for row in found["rows"]] == [
         (name, size, backend, 0)
@@ -70,7 +73,7 @@ def test_started_plainly_it_starts_ranks(tmp_path: Path) -> None:
     page = files["html"].read_text()
     assert all(f"<h3>{name}, float32, in place</h3>" in page for name in ("all_reduce", "broadcast")), page
     assert page.count('<img alt="plot of the values" src="data:image/png;base64,') == 1
-    assert result_files.read_operations(files["json"]) == found["rows"], "--compare reads what --json writes"
+    assert result_files.read_operations(files["json"]) == found, "--compare reads what --json writes"
 
 
 def test_without_mpi_only_its_own_backends_are_measured() -> None:
@@ -98,6 +101,7 @@ def test_without_mpi_only_its_own_backends_are_measured() -> None:
         ("--compare nowhere.json", "No such file or directory: 'nowhere.json'"),
         ("--compare pyproject.toml", "pyproject.toml was not written by `mpicomm bench --json`"),
         ("--compare docs/results/faults.json", "docs/results/faults.json was not written by `mpicomm bench --json`"),
+        ("--compare docs/results/ddp-2-openmpi.json", "ddp-2-openmpi.json has no operations.\nPass a file of `mpicomm"),
         ("--json nowhere/bench.json --size 4 -n 1", "cannot write nowhere/bench.json"),
     ],
 )

@@ -239,7 +239,7 @@ def test_one_report_of_a_run_a_benchmark_and_a_job(job: Job, tmp_path: Path, cap
     assert re.findall("<h2>(.*)</h2>", text) == ["digits", "steps.json", job.folder.name]
     assert all(each in text for each in ("<p>alpha is busy</p>", "milliseconds per step", "waited longest for rank"))
     assert main(["report", *paths, "--json"]) == 0
-    run_values, benchmark, of_job = json.loads(capfd.readouterr().out)
+    of_job, benchmark, run_values = json.loads(capfd.readouterr().out)
     assert (run_values["run"], benchmark, len(of_job["ranks"])) == ("digits", results, SIZE)
     assert main(["report", *paths[:2], "--plot", str(tmp_path / "runs.png")]) == 2
     assert "no PATH is the checkpoint_dir of a run.\nUse --html" in capfd.readouterr().err

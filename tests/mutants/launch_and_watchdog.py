@@ -1128,8 +1128,8 @@ else:
         tests="tests/unit/test_top.py -k whole_name",
     ),
     Mutant(
-        "argument_types.png",
-        old='path.suffix.lower() != ".png"',
+        "argument_types._path",
+        old="path.suffix.lower() not in suffixes",
         new="False",
         fault="`mpicomm report --plot curves.jpg` writes a PNG file under that name.",
         tests="tests/unit/test_command.py -k wrong_command",

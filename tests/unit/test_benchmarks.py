@@ -181,7 +181,7 @@ def test_the_parts_of_a_step_of_training(monkeypatch: pytest.MonkeyPatch) -> Non
         (
             2,
             2.5,
-            "a is busy: during the measurement, other processes used 2.5 of its 4 CPUs, and 2 ranks ",
+            "a is busy: during the measurement, other processes used 2.5 of the 4 CPUs of the ranks, and 2 ranks ",
         ),
         (4, None, None),
         (5, None, "5 ranks share the 4 CPUs of a"),
@@ -193,18 +193,21 @@ def test_ranks_that_compete_for_cpus_are_reported(ranks: int, others: float | No
 
 
 def test_the_cpus_that_other_processes_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 10 s, all processes of a host use 18 s, of which its two ranks use 6 s each; the other host has no figures."""
-    stat = iter(["cpu  100 0 50 9 9 0 0 0 0 0\ncpu0 1", "cpu  1700 100 150 9 9 0 0 0 0 0\ncpu0 1"])
+    """In 10 s, all processes use 18 s of CPUs 0 and 1, of which two ranks use 6 s each; other hosts have no figures."""
+    idle = "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 100 0 0 9 9 0 0 0 0 0\ncpu1 0 0 50 9 9 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0\nintr 7"
+    busy = "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 900 0 0 9 9 0 0 0 0 0\ncpu1 800 100 150 9 9 0 0 0 0 0\ncpu2 999 0 0 0 0 0 0"
+    stat = iter([idle, busy])
     monkeypatch.setattr(processor_use.host_info, "read", lambda _: next(stat))
     monkeypatch.setattr(processor_use.os, "sysconf", lambda _: 100)
     monkeypatch.setattr(processor_use.time, "monotonic", iter([1.0, 11.0]).__next__)
     monkeypatch.setattr(processor_use.time, "process_time", iter([3.0, 9.0]).__next__)
-    monkeypatch.setattr(processor_use.os, "cpu_count", lambda: 4)
-    unknown = processor_use.ProcessorTimes(0.0, None, 0.0)
-    bench = dataclasses.replace(alone(), gather=lambda mine: [mine, mine, (unknown, unknown, 8)])
+    monkeypatch.setattr(processor_use.os, "sched_getaffinity", lambda _: {0})
+    start, end = processor_use.ProcessorTimes(0.0, {}, 0.0), processor_use.ProcessorTimes(9.0, {}, 9.0)
+    other_host = (start, end, set(range(8)))
+    bench = dataclasses.replace(alone(), gather=lambda mine: [mine, (*mine[:2], {0, 1}), other_host])
     world: Any = types.SimpleNamespace(nodes=(0, 0, 1), hosts=("a", "a", "b"))
     hosts = processor_use.since(processor_use.times_now(), bench, world)
-    assert hosts == [HostUse("a", 2, 4, pytest.approx(0.6)), HostUse("b", 1, 8, None)]
+    assert hosts == [HostUse("a", 2, 2, pytest.approx(0.6)), HostUse("b", 1, 8, None)]
 
 
 # -- startup times -------------------------------------------------------------------------------------------------

@@ -70,6 +70,80 @@ def test_warnings_do_not_mix_with_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(json.loads(output.out)[0]["warnings"]) == 1
 
 
+def test_any_file_is_that_of_a_benchmark_and_the_order_in_json_is_that_of_the_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"operation": "reduce", "dtype": "int32", "in_place": True, "nbytes": 4, "backend": "mpi", "us": 2.0}
+    results = tmp_path / "b.results"
+    results.write_text(json.dumps({"rows": [row]}))
+    directory = a_run(tmp_path / "run")
+    (tmp_path / "run" / "rank-0.json").write_text("{}")  # the dump file of a job in the directory of its checkpoints
+    assert main(["report", str(results), directory, str(results), "--json"]) == 0
+    first, run, last = json.loads(capsys.readouterr().out)
+    assert (first["rows"], run["run"], last) == ([row], "run", first)
+    assert main(["report", str(tmp_path / "run" / NAME)]) == 2
+    assert f"Pass the directory that contains it: {directory}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[1]", "TypeError: list indices"),
+        ("\xff", "UnicodeDecodeError: "),
+        ('{"rows": [{"backend": "mpi"}]}', "KeyError: 'model'"),
+        (
+            '{"rows": [{"operation": "a", "dtype": "b", "in_place": true, "backend": "mpi", "nbytes": 4}]}',
+            "KeyError: 'us'",
+        ),
+        (
+            '{"rows": [{"operation": "a", "dtype": "b", "in_place": true, "nbytes": null}]}',
+            "'nbytes' has the value None",
+        ),
+        (
+            '{"rows": [{"model": "a", "strategy": "ddp", "backend": "mpi", "ms": 1}, {"backend": "mpi"}]}',
+            "KeyError: 'model'",
+        ),
+    ],
+)
+def test_a_file_of_no_benchmark_is_an_error(
+    content: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "b.json"
+    path.write_text(content, encoding="latin-1")
+    assert main(["report", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"mpicomm report: {path} was not written by `mpicomm bench --json`: ")
+    assert reason in error
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("report run --html gone/x.html", "cannot write gone/x.html; use a file in a writable directory"),
+        ("report old.html --html ./old.html", "--html old.html would replace the file which the command reads.\nPass"),
+        ("timeline dumps --html gone/x.html", "cannot write gone/x.html"),
+        ("timeline dumps -o dumps/rank-0.json", "--output dumps/rank-0.json would replace the file which the command"),
+        ("timeline dumps -o x.html --html x.html", "--html x.html would replace the file of --output"),
+        ("timeline dumps", "trace.json exists.\nReplace it with -o trace.json, or name another file."),
+        ("bench --json b --csv ./b", "--csv b would replace the file of --json.\nPass another path to --csv."),
+        ("bench --compare old.json --json old.json", "--json old.json would replace the file which the command reads"),
+        ("bench --op barrier --plot b.png", "--plot draws curves over sizes, and barrier has no size."),
+    ],
+)
+def test_no_file_is_replaced_that_the_command_reads_or_has_written(
+    line: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    a_run(tmp_path / "run")
+    (tmp_path / "dumps").mkdir()
+    for name in ("trace.json", "old.json", "old.html", "dumps/rank-0.json"):
+        Path(name).write_text("mine")
+    assert main(line.split()) == 2
+    assert text in capsys.readouterr().err
+    assert Path("trace.json").read_text() == Path("dumps/rank-0.json").read_text() == "mine"
+    assert not {path.name for path in tmp_path.iterdir()} - {"run", "dumps", "trace.json", "old.json", "old.html"}
+
+
 def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = a_run(tmp_path / "good")
     for wrong, text in (
@@ -90,6 +164,9 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Ca
         (["repotr"], "repotr"),
         (["report"], "required: PATH"),
         (["report", ".", "--plot", "a.jpg"], "expected a .png file, got a.jpg; use a.png"),
+        (["report", ".", "--html", "metrics.jsonl"], "expected a .html file, got metrics.jsonl; use metrics.html"),
+        (["timeline", ".", "--html", "-"], "expected a .html file, got -; use -.html"),
+        (["bench", "--html", "b.json"], "expected a .html file, got b.json; use b.html"),
         (["bench", "--device", "cuda:0"], "expected a type of device without an index"),
     ],
 )

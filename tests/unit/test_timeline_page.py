@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.reports import timeline_page
+from mpicomm.reports import job_summary, job_trace, timeline_page
 from mpicomm.reports.job_trace import DumpedOperation, RankDump
 from tests import time_limits
 
@@ -74,13 +74,65 @@ def test_the_page_names_the_straggler_escapes_text_and_needs_no_network() -> Non
 def test_operations_that_are_not_over_and_ranks_without_a_file() -> None:
     last = operation(0, "all_reduce", 1.0, 3.5, sequence=1, is_over=False)
     page = timeline_page.page([RankDump(0, 2, "a", "same clock", 0.0, [last])], "")
-    assert "<p>1 rank on 1 host, 1 operation and 0 messages in 2.500 s; 1 operation was not over</p>" in page
+    assert "<p>1 of 2 ranks on 1 host, 1 operation and 0 messages in 2.500 s; 1 operation was not over</p>" in page
     assert "rank 1, which wrote no dump file: 2.500 s in total, in 1 wait." in page
     alone = operation(0, "all_reduce", 1.0, 1.5, sequence=1)
     assert "No rank waited for another rank." in timeline_page.page(
         [RankDump(0, 1, "a", "same clock", 0.0, [alone])], ""
     )
     assert data_of(timeline_page.page([], ""))["ranks"] == []
+
+
+def test_a_collective_whose_call_a_ring_has_dropped_names_no_straggler() -> None:
+    ranks = [[operation(rank, "all_reduce", step + late, step + 0.5, sequence=step) for step in range(9)]
+             for rank, late in ((0, 0.0), (1, 0.2), (2, 0.1))]  # fmt: skip
+    ranks[1] = ranks[1][-3:]
+    waits = job_trace.waits([RankDump(rank, 3, "a", "same clock", 0.0, ops) for rank, ops in enumerate(ranks)])
+    assert {(wait.operation.rank, *wait.ranks) for wait in waits} == {(0, 1), (2, 1)}
+    assert {wait.operation.fields["sequence"] for wait in waits} == {6, 7, 8}
+
+
+@pytest.mark.parametrize(
+    ("clock", "error", "text"),
+    [
+        ("measured", 1e-4, None),
+        ("measured", 0.5, "the mean wait of 6000 us is shorter than the error of the clocks, 500000 us."),
+        ("wall clock", 0.0, "the times of rank 1 are those of the wall clock, whose error is unknown."),
+    ],
+)
+def test_a_straggler_is_uncertain_if_the_clocks_are(clock: str, error: float, text: str | None) -> None:
+    ranks = dumps()
+    ranks[1].clock, ranks[1].error = clock, error
+    line = job_summary.straggler_line(job_summary.of(ranks, job_trace.waits(ranks)))
+    assert ("uncertain" in line) == (text is not None)
+    assert line.endswith(text or "waits.")
+
+
+FIELDS = operation(0, "all_reduce", 1.0, 2.0, sequence=1).fields | {"monotonic": [1.0, 1.0, 2.0]}
+CONTENT = {"rank": 1, "size": 2, "host": "a", "clock": "c", "written": 9.0, "monotonic": 9, "offset": None}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "expected a JSON object, got None"),
+        (CONTENT | {"operations": [{"name": "send"}]}, "no field 'group'"),
+        (CONTENT | {"operations": [FIELDS | {"nbytes": "4"}]}, "'nbytes' has the value 4"),
+        (CONTENT | {"operations": [FIELDS | {"monotonic": [None, 1, 2]}]}, "'monotonic' has the value"),
+        (CONTENT | {"rank": 0, "operations": []}, "it is that of rank 0 of 2 ranks"),
+        (CONTENT | {"size": 4, "operations": []}, "rank-0.json is from a job of 2 ranks, rank-1.json from one of 4."),
+        (CONTENT | {"operations": [FIELDS]}, None),
+    ],
+)
+def test_dump_files_are_checked_and_copies_ignored(tmp_path: Path, content: Any, text: str | None) -> None:
+    first = CONTENT | {"rank": 0, "operations": [FIELDS]}
+    for name, value in (("rank-0.json", first), ("rank-0 (copy).json", first), ("rank-1.json", content)):
+        (tmp_path / name).write_text(json.dumps(value))
+    if text is None:
+        assert [dump.rank for dump in job_trace.read(tmp_path)] == [0, 1]
+    else:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            job_trace.read(tmp_path)
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
