@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from mpicomm.cli.argument_types import check_outputs, html, png
 from mpicomm.cli.console import console, failed, print_json, print_message
-from mpicomm.metrics_file import NAME
+from mpicomm.metrics_file import NAME, finite
 from mpicomm.reports import benchmarks, html_report, job_summary, job_trace, plots, result_files, run_metrics, runs
 from mpicomm.reports.html_report import Section
 
@@ -45,18 +45,25 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.html.write_text(html_report.page(title, sections), encoding="utf-8")
     except (OSError, ValueError, ImportError) as error:
         return failed("report", error)
-    for warning in (warning for section in sections for warning in section.warnings):
-        print_message("report", f"warning: {warning}")
+    has_names = len(sections) > 1
+    for section in sections:
+        for warning in section.warnings:
+            print_message("report", f"warning: {section.title}: {warning}" if has_names else f"warning: {warning}")
     if arguments.json:
         values = {path: value for _, of_part in parts for path, value in of_part.items()}
         print_json([values[path] for path in arguments.paths])
         return 0
     for section in sections:
+        _print_lines([f"{section.title}:"] if has_names else [])
         for table in section.tables:
             console().print(table)
-        for note in section.notes:
-            console().print(note, soft_wrap=True, highlight=False, markup=False)
+        _print_lines(section.notes)
     return 0
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _parts(paths: Sequence[Path], plot: Path | None, *, has_plots: bool) -> list[_Part]:
@@ -87,7 +94,7 @@ def _of_benchmark(path: Path, *, has_plot: bool) -> _Part:
     results = result_files.read_benchmark(path)
     figure = benchmarks.draw(results["rows"]) if has_plot and benchmarks.has_curves(results["rows"]) else None
     tables, notes = benchmarks.tables(results), benchmarks.notes(results)
-    return Section(path.name, tables, notes, results.get("warnings", ()), figure), {path: results}
+    return Section(path.name, tables, notes, results.get("warnings") or (), figure), {path: finite(results)}
 
 
 def _of_job(path: Path) -> _Part:

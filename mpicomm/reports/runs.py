@@ -13,6 +13,7 @@ from mpicomm.metrics_file import NAME, PARTS
 BEGINNINGS = ("start", "resume", "recovery")
 _CONTINUATIONS = ("resume", "recovery")
 _NEVER_DROPPED = (*BEGINNINGS, "recovered")  # also where the run continues from an earlier step
+_PASS = "Pass the checkpoint_dir of a Trainer, a file of `mpicomm bench --json`, or a directory below mpicomm-dumps."
 _ONCE_AN_EPOCH = ("epoch", "eval")
 _SAMPLE_COUNT_STARTS = (
     *BEGINNINGS,
@@ -169,10 +170,10 @@ def _check(directory: Path) -> None:
             f"Pass the directory that contains it: {directory.parent}"
         )
     if not directory.exists():
-        raise FileNotFoundError(f"the directory {directory} does not exist.\nPass the checkpoint_dir of a Trainer.")
+        raise FileNotFoundError(f"the directory {directory} does not exist.\n{_PASS}")
     if not (directory / NAME).is_file():
         raise FileNotFoundError(
-            f"{directory} is not the directory of a run: {NAME} is missing.\nPass the checkpoint_dir of a Trainer."
+            f"{directory} is neither the directory of a run, which has a {NAME}, nor that of dump files.\n{_PASS}"
         )
 
 

@@ -232,7 +232,7 @@ def test_one_report_of_a_run_a_benchmark_and_a_job(job: Job, tmp_path: Path, cap
     paths = [str(path) for path in (job.folder, tmp_path / "steps.json", run)]
     assert main(["report", *paths, "--html", str(page)]) == 0
     shown = capfd.readouterr()
-    assert "mpicomm report: warning: alpha is busy" in shown.err
+    assert "mpicomm report: warning: steps.json: alpha is busy" in shown.err
     assert "milliseconds per step" in shown.out
     assert "The other ranks waited longest for rank" in shown.out
     text = page.read_text()

@@ -148,7 +148,7 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Ca
     good = a_run(tmp_path / "good")
     for wrong, text in (
         (tmp_path / "gone", "gone does not exist.\nPass the checkpoint_dir"),
-        (tmp_path, "is not the directory of a run: metrics.jsonl is missing.\nPass the"),
+        (tmp_path, "is neither the directory of a run, which has a metrics.jsonl, nor"),
     ):
         assert main(["report", good, str(wrong)]) == 2
         output = capsys.readouterr()
