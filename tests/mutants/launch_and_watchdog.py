@@ -1136,7 +1136,7 @@ else:
     ),
     Mutant(
         "cli.report.run",
-        old='print_message("report", f"warning: {warning}")',
+        old='print_message("report", f"warning: {section.title}: {warning}" if has_names else f"warning: {warning}")',
         new='print(f"warning: {warning}")',
         fault="A warning precedes the output of `mpicomm report --json`, which is not valid JSON then.",
         tests="tests/unit/test_command.py -k warnings_do_not_mix",
@@ -1190,8 +1190,8 @@ else:
     ),
     Mutant(
         "processor_use._others",
-        old="(end.busy - start.busy - own)",
-        new="(end.busy - start.busy)",
+        old="(busy - own)",
+        new="busy",
         fault="`mpicomm bench` takes the CPU time of its own ranks for that of other processes.",
         tests="tests/unit/test_benchmarks.py -k other_processes_use",
     ),

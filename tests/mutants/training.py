@@ -815,8 +815,8 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
     ),
     Mutant(
         "_ratio",
-        old='f"{value / other:.2f}"',
-        new='f"{other / value:.2f}"',
+        old="value / other if other else None",
+        new="other / value if other else None",
         fault="The ratios of `mpicomm bench` to mpicomm and to an earlier run are inverted.",
         tests="tests/unit/test_benchmark_reports.py -k table_compares",
     ),
