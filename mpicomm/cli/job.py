@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -92,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_actions(arguments: argparse.Namespace) -> None:
     """Refuse options that only work together with others."""
-    if arguments.save and not arguments.site:
-        raise ValueError("--save needs the name of the site: --site NAME")
+    if arguments.save:
+        _check_save(arguments)
     for name in ("wait", "tail"):
         if getattr(arguments, name) and not arguments.submit:
             raise ValueError(f"--{name} needs --submit")
@@ -101,15 +102,35 @@ def _check_actions(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name} and --array: it waits for one job; submit the array without --{name}")
 
 
+def _check_save(arguments: argparse.Namespace) -> None:
+    """Refuse options that --save would drop."""
+    if not arguments.site:
+        raise ValueError("--save needs the name of the site: --site NAME")
+    if arguments.template:
+        raise ValueError("--save does not keep --template; pass it with each job, and remove it here")
+    if not arguments.command and (arguments.submit or arguments.file):
+        dropped = "--submit" if arguments.submit else "-o"
+        raise ValueError(
+            f"--save without a program makes no job; append the program, -- python train.py, or remove {dropped}"
+        )
+
+
 def _values_of_site(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options to save: those of the site, and those that were passed."""
     values = {}
     for field in dataclasses.fields(arguments.spec_type):
-        value = getattr(arguments, field.name, None)
-        is_set = value not in (None, False, [], field.default) or field.name in arguments.values_of_site
-        if field.metadata and is_set:
-            values[field.name] = list(dict.fromkeys(value)) if isinstance(value, list) else value
+        value, saved = getattr(arguments, field.name, None), arguments.values_of_site.get(field.name)
+        default = None if field.name == "ranks_per_node" else field.default  # which depends on the GPUs
+        if not field.metadata or (value in (None, False, [], default) and saved is None):
+            continue
+        values[field.name] = _appended(saved or [], arguments.passed[field.name]) if isinstance(value, list) else value
     return values
+
+
+def _appended(saved: list[str], passed: list[str]) -> list[str]:
+    """Return the list of a site with the passed values, unless it has them in this order: --save may be repeated."""
+    starts = range(len(saved) - len(passed) + 1)
+    return saved if any(saved[start : start + len(passed)] == passed for start in starts) else saved + passed
 
 
 class _Parser(Parser):
@@ -122,11 +143,12 @@ class _Parser(Parser):
         values: dict[str, Any] = {}
         if parsed.site is not None:
             values = self._values_of_site(parsed)
+            passed = parsed
             self.set_defaults(**values)  # a repeatable option adds to its default
             parsed, _ = super().parse_known_args(given[:end], namespace)
-            if parsed.scheduler == "pbs":  # which uses the first of two directives
-                known = len(values.get("directive", ()))
-                parsed.directive = parsed.directive[known:] + parsed.directive[:known]
+            parsed.passed = vars(passed)
+            if parsed.scheduler == "pbs" and "directive" in values:
+                parsed.directive = self._directives_of_pbs(values["directive"], passed.directive)
         parsed.values_of_site = values
         parsed.command = given[end + 1 :]
         parsed.made_by = f"{self.prog} {quoting.joined(given)}"
@@ -140,6 +162,15 @@ class _Parser(Parser):
         except (ValueError, OSError) as error:
             self.fail(str(error))
         return values or {}
+
+    def _directives_of_pbs(self, saved: list[str], passed: list[str]) -> list[str]:
+        """Order directives: PBS uses the first value of a resource, -l, and the last one of another option."""
+        resources = [text for text in passed if re.search(r"(^|\s)-l", text)]
+        if mixed := [text for text in resources if re.search(r"(^|\s)-[^l]", text)]:
+            self.fail(
+                f"--directive {mixed[0]!r} and --site: pass -l and the other options each in a --directive of its own"
+            )
+        return [*resources, *saved, *(text for text in passed if text not in resources)]
 
     def fail(self, message: str) -> NoReturn:
         self.exit(FAILED, f"{self.prog}: {message}\n")

@@ -69,7 +69,23 @@ def test_the_command_line_has_precedence(file: Path, capsys: pytest.CaptureFixtu
     assert "module load rocm cuda " in text
     assert ("export A=1" in text, "export A=2\nexport B=1\n" in text) == (False, True)
     assert "#SBATCH -x 1\n#SBATCH -y 2\n" in text, "Slurm uses the last one"
-    assert "#PBS -y 2\n#PBS -x 1\n" in run(capsys, "pbs", "--site", "p", *passed)[0], "PBS uses the first one"
+    text, _ = run(capsys, "pbs", "--site", "p", "--directive=-l a=2 -l b=2", *passed)
+    assert "#PBS -l a=2 -l b=2\n#PBS -x 1\n#PBS -y 2\n" in text, "PBS uses the first resource and the last option"
+    mixed = ["job", "pbs", "--site", "p", "--directive=-q debug -l a=2", *PROGRAM]
+    assert "pass -l and the other options each in a --directive of its own" in launching.refusal(mixed, capsys)
+
+
+def test_saved_lists_keep_their_values_and_their_order(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--env", "A=1", "--env", "B=2"]
+    saved = ["slurm", "--site", "s", "--save", "--gpus-per-node", "4", "--ranks-per-node", "1"]
+    saved += [f"--launcher-arg={word}" for word in words]
+    for _ in range(2):
+        run(capsys, *saved)
+        assert 'launcher-arg = ["--env", "A=1", "--env", "B=2"]' in file.read_text()
+    assert "\nranks-per-node = 1\n" in file.read_text(), "the default is one for each GPU"
+    run(capsys, *saved[:4], "--setup", "cd ..", "--setup", "cd ..", "--launcher-arg=--env", "--launcher-arg=B=2")
+    assert 'setup = ["cd ..", "cd .."]' in file.read_text()
+    assert 'launcher-arg = ["--env", "A=1", "--env", "B=2"]' in file.read_text()
 
 
 def test_lines_written_by_hand_are_kept_and_replaced_ones_shown(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +136,12 @@ def test_an_invalid_file(
 
 REFUSED = [
     (["--save", "--account", "x", *PROGRAM], "--save needs the name of the site: --site NAME"),
+    (
+        ["--site", "s", "--save", "--template", "a.j2", *PROGRAM],
+        "--save does not keep --template; pass it with each job",
+    ),
+    (["--site", "s", "--save", "--submit"], "--save without a program makes no job; append the program, -- python tra"),
+    (["--site", "s", "--save", "-o", "a"], "-- python train.py, or remove -o"),
     (["--site", "a b", "--save"], "--site 'a b': expected letters, digits, _ and -"),
     (["--site", "s", "--save", "--mem", "4"], "--mem '4': expected a number"),
     (["--site", "s", "--account", "x"], "unknown site 's'"),
