@@ -64,7 +64,9 @@ def _submit(job: JobSpec, script: str) -> str | None:
     The messages of the scheduler's command go to standard error.
     """
     command, queue = f"job {job.scheduler}", QUEUES[job.scheduler]
-    words = [*queue.submit, *([job.file] if job.file and queue.takes_file else [])]
+    words = [*job.system.submit, *queue.submit_options]
+    if job.file and job.system.takes_file:
+        words.append(job.file)
     try:
         done = subprocess.run(words, input=script.encode(), stdout=subprocess.PIPE, check=False)
     except (FileNotFoundError, PermissionError):

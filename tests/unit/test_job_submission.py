@@ -10,7 +10,7 @@ import pytest
 
 from mpicomm.cli import job_submission
 from mpicomm.cli.main import main
-from mpicomm.launch.jobscript import JobSpec
+from mpicomm.launch.jobscript import SCHEDULERS, JobSpec
 from mpicomm.launch.jobscript.queues import QUEUES
 from tests.docs import documents
 from tests.docs.documents import LAUNCHING, is_like
@@ -194,7 +194,7 @@ def test_a_job_is_submitted_and_followed(
     name = "the job.sh" if file and scheduler != "lsf" else ""
     assert (
         stand_ins.calls(submitter)[0].split(" ", 1)[1].strip()
-        == f"{' '.join(QUEUES[scheduler].submit[1:])} {name}".strip()
+        == " ".join([*SCHEDULERS[scheduler].submit[1:], *QUEUES[scheduler].submit_options, name]).strip()
     )
     text = Path("the job.sh") if file else stand_ins.bin / "stdin"
     assert "    python train.py\n" in text.read_text()

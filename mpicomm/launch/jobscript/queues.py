@@ -1,4 +1,4 @@
-"""The queue of each scheduler: the commands that submit, query and cancel a job, and what their output means."""
+"""The queue of each scheduler: the commands that query and cancel a job, and what their output means."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ class QueueState:
 
 
 class SchedulerQueue(abc.ABC):
-    """Submits, queries and cancels the jobs of a scheduler, whose commands it describes."""
+    """Queries and cancels the jobs of a scheduler, whose commands it describes."""
 
-    submit: tuple[str, ...]
-    """The command that submits a script, which reads it from its standard input without a file name."""
-    takes_file: bool = True
-    """Whether that command accepts a file name."""
+    submit_options: tuple[str, ...] = ()
+    """Options of the command that submits a script, to print the ID of the job alone."""
     id_pattern: str
     """The ID of the new job in the output of that command, as a group."""
     list_jobs: str
@@ -61,7 +59,7 @@ class SchedulerQueue(abc.ABC):
     """For users who follow the output: when it appears, if not at once, and how to change that."""
 
     def job_id(self, output: str) -> str | None:
-        """Return the ID of the new job from the output of `submit`; None if it has no ID."""
+        """Return the ID of the new job from the output of the submission; None if it has no ID."""
         found = re.findall(self.id_pattern, output, re.MULTILINE)
         return found[-1] if found else None
 
@@ -89,7 +87,7 @@ class SchedulerQueue(abc.ABC):
 
 
 class _SlurmQueue(SchedulerQueue):
-    submit = ("sbatch", "--parsable")
+    submit_options = ("--parsable",)
     id_pattern = r"^([0-9]+(?:;[\w.-]+)?)$"
     list_jobs = "squeue --me"
     cancel = "scancel"
@@ -137,7 +135,6 @@ class _SlurmQueue(SchedulerQueue):
 
 
 class _PbsQueue(SchedulerQueue):
-    submit = ("qsub",)
     id_pattern = r"^([0-9]+(?:\[\])?(?:\.[\w.-]+)?)$"
     list_jobs = "qstat -u $USER"
     cancel = "qdel"
@@ -185,8 +182,6 @@ class _PbsQueue(SchedulerQueue):
 
 
 class _LsfQueue(SchedulerQueue):
-    submit = ("bsub",)
-    takes_file = False
     id_pattern = r"^Job <([0-9]+)> is submitted"
     list_jobs = "bjobs"
     cancel = "bkill"
@@ -220,7 +215,6 @@ class _LsfQueue(SchedulerQueue):
 
 
 class _FluxQueue(SchedulerQueue):
-    submit = ("flux", "batch")
     id_pattern = r"^([fƒ][1-9A-HJ-NP-Za-km-z]+)$"
     list_jobs = "flux jobs"
     cancel = "flux cancel"

@@ -15,8 +15,8 @@ class Scheduler:
     """A scheduler; its template in `launch/templates` is the script."""
 
     title: str
-    submit: str
-    """The command line that submits a script, without its name."""
+    submit: tuple[str, ...]
+    """The command that submits a script, without its name."""
     commands: tuple[str, ...]
     """Its commands that submit jobs or start ranks."""
     launchers: tuple[str, ...]
@@ -30,6 +30,8 @@ class Scheduler:
     """Whether time limits may contain days."""
     requeue_signal: str | None = None
     """The signal that makes the ranks exit in time with --requeue, as SIGNAL@SECONDS."""
+    takes_file: bool = True
+    """Whether `submit` accepts the name of a script; otherwise it reads the script from its standard input."""
     resubmits_file: bool = False
     """Whether --requeue submits the file of the script again."""
     special_values: Collection[tuple[str, str]] = ()
@@ -39,7 +41,7 @@ class Scheduler:
 SCHEDULERS: dict[str, Scheduler] = {
     "slurm": Scheduler(
         title="Slurm",
-        submit="sbatch",
+        submit=("sbatch",),
         commands=("sbatch", "salloc", "srun", "ibrun"),
         launchers=(SRUN, IBRUN, MPIEXEC),
         file="job.sbatch",
@@ -51,7 +53,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     ),
     "pbs": Scheduler(
         title="PBS",
-        submit="qsub",
+        submit=("qsub",),
         commands=("qsub", "pbsdsh", "pbs_tmrsh"),
         launchers=(PALS, MPIEXEC),
         file="job.pbs",
@@ -59,17 +61,18 @@ SCHEDULERS: dict[str, Scheduler] = {
     ),
     "lsf": Scheduler(
         title="LSF",
-        submit="bsub <",
+        submit=("bsub",),
         commands=("bsub", "blaunch"),
         launchers=(MPIEXEC,),
         file="job.lsf",
+        takes_file=False,
         array_index="LSB_JOBINDEX",
         requeue_signal="USR1@180",
         resubmits_file=True,
     ),
     "flux": Scheduler(
         title="Flux",
-        submit="flux batch",
+        submit=("flux", "batch"),
         commands=("flux",),
         launchers=(FLUX, MPIEXEC),
         file="job.flux",

@@ -261,7 +261,8 @@ class JobSpec:
     @property
     def submission(self) -> str:
         """The command line that submits the script."""
-        return f"{self.system.submit} {quoting.quoted(self.script_file)}"
+        words = [*self.system.submit, *([] if self.system.takes_file else ["<"]), quoting.quoted(self.script_file)]
+        return " ".join(words)
 
     @property
     def variables(self) -> list[tuple[str, str]]:
