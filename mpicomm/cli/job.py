@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from mpicomm.cli.console import FAILED, failed, print_message
 from mpicomm.launch.jobscript import SCHEDULERS, JobSpec, KubernetesJob, quoting, script
 from mpicomm.launch.jobscript.advice import advice
 from mpicomm.launch.jobscript.options import Option, flag
+from mpicomm.launch.jobscript.queues import check_tail
 
 _GROUPS = {
     "nodes": "resources",
@@ -65,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         spec = _spec(arguments)
         _check_actions(arguments)
+        if arguments.tail and isinstance(spec, JobSpec):
+            check_tail(spec)
         if arguments.save:
             for line in job_sites.save(arguments.site, arguments.scheduler, _values_of_site(arguments)):
                 print_message(command, line)
@@ -100,6 +104,8 @@ def _check_actions(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name} needs --submit")
         if getattr(arguments, name) and arguments.array:
             raise ValueError(f"--{name} and --array: it waits for one job; submit the array without --{name}")
+    if arguments.tail and sys.stdout is None:
+        raise ValueError("--tail prints the output of the job, and the standard output is closed; use --wait")
 
 
 def _check_save(arguments: argparse.Namespace) -> None:

@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 from mpicomm.cli.console import FAILED, failed, print_message
 from mpicomm.launch import queries
@@ -23,8 +23,10 @@ _FOLLOW_SECONDS = 0.5  # between reads of the output file
 _NO_ANSWER_SECONDS = 600.0  # a scheduler that restarts answers within minutes
 _UNKNOWN_QUERIES = 3  # before a job counts as unknown: some schedulers list a new job with a delay
 _LATE_SECONDS = 10.0  # for the output to arrive after the end of the job: PBS and LSF copy it, NFS shows it late
+_QUIET_SECONDS = 5.0  # without new output after the end of the job: NFS updates the size of a file after 3 s or more
+_REST_SECONDS = 60.0  # at most for the output after the end of the job, which a leftover process may go on writing
 _CHUNK_BYTES = 1 << 20
-_Version: TypeAlias = tuple[int, int, int] | None
+_Version: TypeAlias = tuple[int, int, int]
 
 
 def create_directories(job: JobSpec) -> None:
@@ -36,7 +38,7 @@ def create_directories(job: JobSpec) -> None:
     for name in directories(job):
         if not Path(name).is_dir():
             try:
-                Path(name).mkdir(parents=True)
+                Path(name).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 reason = f"cannot create the directory {name} for the output: {error.strerror}"
                 raise ValueError(f"{reason}; pass --output a file in another directory") from error
@@ -51,15 +53,19 @@ def run(job: JobSpec, script: str, *, waits: bool, follows: bool) -> int:
         waits: Whether to wait until the job has ended, and to return its status.
         follows: Whether to print its output file meanwhile.
     """
-    earlier = {path: _version(path) for path in [Path(job.output).absolute()]} if job.output else {}
+    # Without an ID, these are the names that an earlier job may have used.
+    versions = [_version(Path(name)) for name in QUEUES[job.scheduler].output_files(job, "")]
     job_id = _submit(job, script)
     if job_id is None:
         return FAILED
-    return _wait(job, job_id, earlier, follows=follows) if waits else 0
+    is_printed = _print_id(job, job_id)
+    if waits and (is_printed or not follows):
+        return _wait(job, job_id, {version[0]: version for version in versions if version}, follows=follows)
+    return 0 if is_printed else FAILED
 
 
 def _submit(job: JobSpec, script: str) -> str | None:
-    """Submit a script and print the ID of the job; return None after an error.
+    """Submit a script and return the ID of the job; None after an error.
 
     The messages of the scheduler's command go to standard error.
     """
@@ -87,20 +93,42 @@ def _submit(job: JobSpec, script: str) -> str | None:
         remedy = "correct what it reports" if done.returncode else f"check with `{queue.list_jobs}`"
         failed(command, f"{words[0]} {reason}; {remedy}, and run this command again")
         return None
-    print(job_id, flush=True)
     return job_id
 
 
-def _wait(job: JobSpec, job_id: str, earlier: Mapping[Path, _Version], *, follows: bool) -> int:
+def _print_id(job: JobSpec, job_id: str) -> bool:
+    """Print the ID of a job; if that fails, print it on standard error, and return False."""
+    try:
+        if sys.stdout is None:
+            raise OSError("it is closed")
+        print(job_id, flush=True)
+    except (OSError, ValueError) as error:
+        _discard_stdout()
+        cancellation = QUEUES[job.scheduler].cancellation(job_id)
+        text = f"submitted job {job_id}, but cannot print its ID on standard output: {error}"
+        print_message(f"job {job.scheduler}", f"{text}; cancel it with: {cancellation}")
+        return False
+    return True
+
+
+def _discard_stdout() -> None:
+    """Redirect standard output to /dev/null: Python writes its buffer at exit, and would exit with status 120."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _wait(job: JobSpec, job_id: str, earlier: Mapping[int, _Version], *, follows: bool) -> int:
     """Wait until a job has ended, and return its exit status; after Ctrl-C the job continues."""
     queue, command = QUEUES[job.scheduler], f"job {job.scheduler}"
     cancellation = f"cancel it with: {queue.cancellation(job_id)}"
     paths = [Path(name).absolute() for name in queue.output_files(job, job_id)]
-    output = _OutputFile(paths, earlier, appends=queue.appends_output or job.requeue)
-    follow: Callable[[], None] = output.print_new if follows else _nothing
+    appends = queue.appends_output or job.requeue or "--open-mode=append" in job.directive
+    output = _OutputFile(paths, earlier, appends=appends)
+    follow: Callable[[], object] = output.print_new if follows else _nothing
     print_message(command, f"waiting for job {job_id}; {cancellation}")
-    if follows and queue.late_output:
-        print_message(command, queue.late_output)
+    if follows and (text := queue.late_output(job)):
+        print_message(command, text)
+    state = None
     try:
         state = _wait_for_end(queue, job_id, output, follow, lambda text: print_message(command, text))
         if state is None:
@@ -108,12 +136,17 @@ def _wait(job: JobSpec, job_id: str, earlier: Mapping[Path, _Version], *, follow
         if follows:
             output.print_rest()
     except KeyboardInterrupt:
-        print_message(command, f"interrupted; job {job_id} continues; {cancellation}")
-        return _INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes its buffer at exit
-        print_message(command, f"nothing reads the output; job {job_id} continues; {cancellation}")
-        return FAILED
+        if state is None:
+            print_message(command, f"interrupted; job {job_id} continues; {cancellation}")
+            return _INTERRUPTED
+    except OSError as error:  # of the standard output
+        _discard_stdout()
+        is_closed = isinstance(error, BrokenPipeError)
+        reason = "nothing reads the output" if is_closed else f"cannot print the output: {error.strerror}"
+        if state is None:
+            print_message(command, f"{reason}; job {job_id} continues; {cancellation}")
+            return FAILED
+        print_message(command, reason)
     print_message(command, _result(job, job_id, state, output))
     return state.exit_status
 
@@ -121,11 +154,12 @@ def _wait(job: JobSpec, job_id: str, earlier: Mapping[Path, _Version], *, follow
 class _OutputFile:
     """The output file of a job, which appears, or replaces that of an earlier job, after its start."""
 
-    def __init__(self, paths: Sequence[Path], earlier: Mapping[Path, _Version], *, appends: bool) -> None:
+    def __init__(self, paths: Sequence[Path], earlier: Mapping[int, _Version], *, appends: bool) -> None:
         self._paths = paths
         self._earlier = earlier
         self._appends = appends
-        self._file: BinaryIO | None = None
+        self._inode: int | None = None
+        self._offset = 0  # of the first byte that has not been printed
 
     def set_path(self, name: str) -> None:
         """Set the path that the scheduler reports."""
@@ -134,52 +168,64 @@ class _OutputFile:
     @property
     def path(self) -> Path | None:
         """The path of the existing file, or the only possible one."""
-        existing = [path for path in self._paths if path.is_file()]
+        existing = [path for path in self._paths if _version(path)]
         return existing[0] if existing else self._paths[0] if self._paths else None
 
-    def print_new(self) -> None:
-        """Print what the job has written since the last call, from the beginning of the file."""
-        if self._file is None:
-            self._open()
-        if self._file is None:
-            return
-        if os.fstat(self._file.fileno()).st_size < self._file.tell():
-            self._file.seek(0)  # the job has started again, and truncated its file
-        while data := self._file.read(_CHUNK_BYTES):
+    def print_new(self) -> bool:
+        """Print what the job has written since the last call, and return whether there was anything."""
+        is_new = False
+        for data in self._new():
             sys.stdout.buffer.write(data)
+            is_new = True
         sys.stdout.buffer.flush()
+        return is_new
 
-    def _open(self) -> None:
-        """Open the file, unless it is still that of an earlier job."""
-        version = None if self.path is None else _version(self.path)
-        if self.path is None or version is None or version == self._earlier.get(self.path):
+    def _new(self) -> Iterator[bytes]:
+        """Yield what the job has written since the last call.
+
+        Each call opens the file: NFS shows the data of other hosts when a file is opened, and the job may replace it.
+        After an error, such as ESTALE of NFS, the next call continues at the same byte.
+        """
+        if self.path is None:
             return
-        with contextlib.suppress(OSError):
-            self._file = self.path.open("rb")
-            if self._appends and (old := self._earlier.get(self.path)):
-                self._file.seek(old[1])
+        with contextlib.suppress(OSError), self.path.open("rb", buffering=0) as file:
+            version = inode, size, _ = _version_of(os.fstat(file.fileno()))
+            earlier = self._earlier.get(inode)
+            if version == earlier:
+                return  # the output of an earlier job
+            if inode != self._inode:
+                self._offset = earlier[1] if self._inode is None and self._appends and earlier else 0
+                self._inode = inode
+            if size < self._offset:
+                self._offset = 0  # the job has started again, and truncated its file
+            file.seek(self._offset)
+            while data := file.read(_CHUNK_BYTES):
+                self._offset += len(data)
+                yield data
 
     def print_rest(self) -> None:
-        """Print the rest after the end of the job; the file may appear late."""
-        deadline = time.monotonic() + _LATE_SECONDS
-        self.print_new()
-        while self._file is None and self._paths and time.monotonic() < deadline:
+        """Print the rest after the end of the job; the file may appear late, and its last lines, too."""
+        end = changed = time.monotonic()
+        limit = 0.0 if not self._paths else _LATE_SECONDS if self._inode is None else _QUIET_SECONDS
+        while time.monotonic() < min(changed + limit, end + _REST_SECONDS):
             time.sleep(_FOLLOW_SECONDS)
-            self.print_new()
-        time.sleep(_FOLLOW_SECONDS)
-        self.print_new()
+            if self.print_new():
+                changed, limit = time.monotonic(), _QUIET_SECONDS
 
 
-def _version(path: Path) -> _Version:
-    """Return the inode, the size and the time of a file, which change when a job writes it; None without it."""
+def _version_of(state: os.stat_result) -> _Version:
+    """Return the inode, the size and the time of a file, which change when a job writes it."""
+    return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _version(path: Path) -> _Version | None:
     with contextlib.suppress(OSError):
-        state = path.stat()
-        return state.st_ino, state.st_size, state.st_mtime_ns
+        return _version_of(path.stat())
     return None
 
 
 def _wait_for_end(
-    queue: SchedulerQueue, job_id: str, output: _OutputFile, follow: Callable[[], None], report: Callable[[str], None]
+    queue: SchedulerQueue, job_id: str, output: _OutputFile, follow: Callable[[], object], report: Callable[[str], None]
 ) -> QueueState | None:
     """Return the last state of a job; None if the scheduler does not answer."""
     shown, answered, unknown, pause, next_query = "", time.monotonic(), 0, _FIRST_SECONDS, 0.0
@@ -217,7 +263,7 @@ def _query(queue: SchedulerQueue, job_id: str) -> QueueState | None:
 def _result(job: JobSpec, job_id: str, state: QueueState, output: _OutputFile) -> str:
     """Return the sentence about the end of a job."""
     place = f"its output is in {output.path}" if output.path else "its output is where the script directs it"
-    if output.path and not output.path.is_file():
+    if output.path and not _version(output.path):
         place = f"its output file {output.path} does not exist, or is not visible on this host"
     status = "" if state.status is None else f", exit status {state.status}"
     if state.outcome == "completed":

@@ -22,8 +22,8 @@ MUTANTS = [
         tests="tests/unit/test_job_submission.py -k test_a_job_that_the_scheduler_forgets",
     ),
     Mutant(
-        "job_submission._OutputFile._open",
-        old="version == self._earlier.get(self.path)",
+        "job_submission._OutputFile._new",
+        old="version == earlier",
         new="False",
         fault="--tail prints the output of an earlier job that had the same file.",
         tests="tests/unit/test_job_submission.py -k earlier_job",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 from pathlib import Path
@@ -104,7 +105,12 @@ def test_names_of_output_files() -> None:
     assert files("slurm", "3;west") == ["train-3.out"]
     assert files("slurm", "3", output="%u.out") == []
     assert files("lsf", "3", output="l/%J.out") == ["l/3.out"]
-    assert files("flux", "ƒ2e") == ["train-ƒ2e.out", "train-ƒ2e.out", "train-f2e.out"]
+    assert QUEUES["flux"].job_id("ƒ2e\n") == "f2e", "not every encoding has ƒ"
+    assert files("flux", "f2e") == ["train-ƒ2e.out", "train-f2e.out"]
+    direct = [
+        QUEUES["pbs"].late_output(JobSpec("pbs", ("a",), directive=(text,))) == "" for text in ("-k doe", "-l k=d")
+    ]
+    assert direct == [True, False], "PBS copies the output"
     assert QUEUES["slurm"].cancellation("3;west") == "scancel --clusters=west 3"
     assert QUEUES["slurm"].queries("3;west")[0] == ["scontrol", "--clusters=west", "show", "job", "3"]
 
@@ -141,7 +147,7 @@ def _stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    for name in ("_FIRST_SECONDS", "_LONGEST_SECONDS", "_FOLLOW_SECONDS"):
+    for name in ("_FIRST_SECONDS", "_LONGEST_SECONDS", "_FOLLOW_SECONDS", "_QUIET_SECONDS"):
         monkeypatch.setattr(job_submission, name, 0.01)
     return made
 
@@ -200,24 +206,106 @@ def test_a_job_is_submitted_and_followed(
     assert "    python train.py\n" in text.read_text()
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "lsf"])
+EARLIER = [
+    # (the scheduler, further arguments, what writes to the file)
+    ("slurm", ["--output", "train.out"], ">"),
+    ("slurm", ["--output", "%x.out"], ">"),
+    ("slurm", ["--output", "train.out", "--directive=--open-mode=append"], ">>"),
+    ("lsf", ["--output", "train.out"], ">>"),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "options", "writes"), EARLIER)
 def test_the_output_of_an_earlier_job_is_not_printed(
-    scheduler: str, stand_ins: StandIns, capfd: pytest.CaptureFixture[str]
+    scheduler: str, options: list[str], writes: str, stand_ins: StandIns, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = Path("train.out").absolute()
-    log.write_text("old\n")
+    log.write_text("old\n" * 9)
     if scheduler == "slurm":
         stand_ins.add("sbatch", "echo 3")
         before, after = (
             slurm(*state).replace(SLURM_FILE, str(log)) for state in (("RUNNING", "0:0"), ("COMPLETED", "0:0"))
         )
-        stand_ins.add("scontrol", printing(before), printing(before), f"{printing(after)}; echo new >{log}")
-    else:  # which appends
+        stand_ins.add("scontrol", printing(before), printing(before), f"{printing(after)}; echo new {writes}{log}")
+    else:
         stand_ins.add("bsub", "echo 'Job <3> is submitted to queue <q>.'")
-        stand_ins.add("bjobs", "echo 'RUN|-|-'", "echo 'RUN|-|-'", f"echo 'DONE|-|-'; echo new >>{log}")
-    arguments = ["--submit", "--tail", "--output", "train.out", "--", "python", "train.py"]
-    assert main(["job", scheduler, *arguments]) == 0
+        stand_ins.add("bjobs", "echo 'RUN|-|-'", "echo 'RUN|-|-'", f"echo 'DONE|-|-'; echo new {writes}{log}")
+    assert main(["job", scheduler, "--submit", "--tail", *options, "--", "python", "train.py"]) == 0
     assert capfd.readouterr().out == "3\nnew\n"
+
+
+def test_an_output_file_that_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    output = job_submission._OutputFile([log], {}, appends=False)
+
+    def printed() -> str:
+        output.print_new()
+        return capfd.readouterr().out
+
+    log.write_text("first\n")
+    assert printed() == "first\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
+        assert printed() == ""
+    log.write_text("first\nsecond\n")
+    assert printed() == "second\n"
+    log.write_text("again\n")
+    assert printed() == "again\n", "truncated"
+    (tmp_path / "new").write_text("another file\n")
+    (tmp_path / "new").replace(log)
+    assert printed() == "another file\n"
+
+    late = iter(["", "late\n", "", "last\n"])  # NFS shows the end of the file some seconds after the end of the job
+
+    def sleep(seconds: float) -> None:
+        with log.open("a") as file:
+            file.write(next(late, ""))
+        clock.append(clock[-1] + seconds)
+
+    clock = [0.0]
+    monkeypatch.setattr(job_submission.time, "sleep", sleep)
+    monkeypatch.setattr(job_submission.time, "monotonic", lambda: clock[-1])
+    output.print_rest()
+    assert capfd.readouterr().out == "late\nlast\n"
+
+
+@pytest.mark.parametrize(("interruption", "message"), [(KeyboardInterrupt(), ""), (BrokenPipeError(), "nothing reads")])
+def test_an_interruption_after_the_end_of_the_job(
+    interruption: BaseException,
+    message: str,
+    stand_ins: StandIns,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stand_ins.add("sbatch", "echo 3")
+    stand_ins.add("scontrol", printing(slurm("FAILED", "7:0")))
+
+    def interrupted(_: object) -> None:
+        raise interruption
+
+    monkeypatch.setattr(job_submission._OutputFile, "print_rest", interrupted)
+    assert main(["job", "slurm", "--submit", "--tail", "--", "python", "train.py"]) == 7
+    error = capsys.readouterr().err
+    assert message in error
+    assert "continues" not in error
+    assert "job 3 has failed (FAILED, exit status 7)" in error
+
+
+def test_the_id_is_shown_if_standard_output_fails(stand_ins: StandIns) -> None:
+    stand_ins.add("sbatch", "cat >/dev/null; echo 3")
+    stand_ins.add("scontrol", printing(slurm("FAILED", "7:0")))
+    command = f"{sys.executable} -m mpicomm job slurm --submit"
+    program = "-- python train.py"
+    outcome = run_command(["bash", "-c", f"{command} --tail {program} >&-"], env=stand_ins.env)
+    assert (outcome.status, Path(stand_ins.env["CALLS"]).exists()) == (2, False), outcome
+    assert "--tail prints the output of the job, and the standard output is closed; use --wait\n" in outcome.stderr
+    for options, redirection, status in (("", ">/dev/full", 2), ("--wait", ">/dev/full", 7), ("", ">&-", 2)):
+        outcome = run_command(["bash", "-c", f"{command} {options} {program} {redirection}"], env=stand_ins.env)
+        assert outcome.status == status, outcome
+        assert "submitted job 3, but cannot print its ID on standard output: " in outcome.stderr
+        assert "; cancel it with: scancel 3\n" in outcome.stderr
 
 
 def test_interrupting_the_command_leaves_the_job(stand_ins: StandIns) -> None:
@@ -321,6 +409,16 @@ REFUSED = [
     ),
     (["slurm", "--wait"], "--wait needs --submit"),
     (["slurm", "--tail"], "--tail needs --submit"),
+    (
+        ["lsf", "--submit", "--tail", "--directive=-o my.out"],
+        "--tail and --directive '-o my.out': --tail prints the file of --output; pass --output FILE in its place",
+    ),
+    (["flux", "--submit", "--tail", "--directive=-n 1 --output=my.out"], "--tail prints the file of --output; pass"),
+    (
+        ["slurm", "--submit", "--tail", "--output", "%u.out"],
+        "the name of the file is known only when the job starts; put the ID of the job into it, as without --output",
+    ),
+    (["lsf", "--submit", "--tail", "--output", "%I.out"], "--tail and --output %I.out: the name of the file is known"),
     (
         ["pbs", "--submit", "--wait", "--array", "0-9"],
         "--wait and --array: it waits for one job; submit the array without",

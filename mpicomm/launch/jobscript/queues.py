@@ -55,8 +55,8 @@ class SchedulerQueue(abc.ABC):
     """Matches a part of a file name that the scheduler replaces."""
     appends_output: bool = False
     """Whether a job appends to the output file of an earlier one."""
-    late_output: str = ""
-    """For users who follow the output: when it appears, if not at once, and how to change that."""
+    output_directive: str = "-o|--output"
+    """Matches the beginning of a directive that sets the output file."""
 
     def job_id(self, output: str) -> str | None:
         """Return the ID of the new job from the output of the submission; None if it has no ID."""
@@ -83,7 +83,11 @@ class SchedulerQueue(abc.ABC):
 
     @abc.abstractmethod
     def output_files(self, job: JobSpec, job_id: str) -> list[str]:
-        """Return the possible names of the output file, for a scheduler that does not report it."""
+        """Return the possible names of the output file; none if they contain patterns of unknown value."""
+
+    def late_output(self, job: JobSpec) -> str:  # noqa: ARG002
+        """Return when the output appears, if not at once, and how to change that, for users who follow it."""
+        return ""
 
 
 class _SlurmQueue(SchedulerQueue):
@@ -140,7 +144,6 @@ class _PbsQueue(SchedulerQueue):
     cancel = "qdel"
     unknown = "unknown job id|has finished"
     placeholders = r"\^"
-    late_output = "PBS copies the output file at the end of the job; with --directive '-k doe' the job writes it"
     _NAMES: ClassVar = {"Q": "queued", "H": "held", "W": "waiting", "R": "running", "E": "exiting", "S": "suspended"}
     _WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME of OpenPBS, whatever the script returned
     _SIGNAL = 256  # added to the number of the signal that ended the script
@@ -180,6 +183,11 @@ class _PbsQueue(SchedulerQueue):
     def output_files(self, job: JobSpec, job_id: str) -> list[str]:  # noqa: ARG002
         return [job.output] if job.output and not job.output.endswith("/") else []
 
+    def late_output(self, job: JobSpec) -> str:
+        if any(re.search(r"(^|\s)-k\s*\w*d", text) for text in job.directive):
+            return ""
+        return "PBS copies the output file at the end of the job; with --directive '-k doe' the job writes it"
+
 
 class _LsfQueue(SchedulerQueue):
     id_pattern = r"^Job <([0-9]+)> is submitted"
@@ -188,7 +196,6 @@ class _LsfQueue(SchedulerQueue):
     unknown = "is not found"
     placeholders = "%"
     appends_output = True
-    late_output = "LSF copies the output file at the end of the job, unless LSB_STDOUT_DIRECT=Y is set here"
 
     def queries(self, job_id: str) -> list[list[str]]:
         return [["bjobs", "-noheader", "-o", "stat exit_code exit_reason delimiter='|'", job_id]]
@@ -213,6 +220,9 @@ class _LsfQueue(SchedulerQueue):
         name = (job.output or f"{job.title}-%J.out").replace("%J", job_id)
         return [] if "%" in name or name.endswith("/") else [name]
 
+    def late_output(self, job: JobSpec) -> str:  # noqa: ARG002
+        return "LSF copies the output file at the end of the job, unless LSB_STDOUT_DIRECT=Y is set here"
+
 
 class _FluxQueue(SchedulerQueue):
     id_pattern = r"^([fƒ][1-9A-HJ-NP-Za-km-z]+)$"
@@ -220,7 +230,12 @@ class _FluxQueue(SchedulerQueue):
     cancel = "flux cancel"
     unknown = "unknown"
     placeholders = "{{"
+    output_directive = "--output"  # -o sets an option of the shell
     _ENDED: ClassVar[dict[str, Outcome]] = {"COMPLETED": "completed", "CANCELED": "cancelled", "TIMEOUT": "time limit"}
+
+    def job_id(self, output: str) -> str | None:
+        job_id = super().job_id(output)
+        return job_id and f"f{job_id[1:]}"  # not every encoding has ƒ, and Flux accepts both
 
     def queries(self, job_id: str) -> list[list[str]]:
         return [["flux", "jobs", "--no-header", "--format={state};{result};{returncode}", job_id]]
@@ -239,7 +254,8 @@ class _FluxQueue(SchedulerQueue):
 
     def output_files(self, job: JobSpec, job_id: str) -> list[str]:
         name = job.output or f"{job.title}-{{{{id}}}}.out"
-        return [name.replace("{{id}}", form) for form in (job_id, f"ƒ{job_id[1:]}", f"f{job_id[1:]}")]
+        names = [name.replace("{{id}}", form) for form in (f"ƒ{job_id[1:]}", f"f{job_id[1:]}")]
+        return [] if "{{" in names[0] else names
 
 
 QUEUES: dict[str, SchedulerQueue] = {
@@ -248,6 +264,25 @@ QUEUES: dict[str, SchedulerQueue] = {
     "lsf": _LsfQueue(),
     "flux": _FluxQueue(),
 }
+
+
+def check_tail(job: JobSpec) -> None:
+    """Raise ValueError if the output file of a job may be another one than --output names.
+
+    Slurm reports a name with other patterns, but only after the submission: an earlier job may have written that file.
+    """
+    queue = QUEUES[job.scheduler]
+    for text in job.directive:
+        if re.search(rf"(^|\s)({queue.output_directive})", text):
+            raise ValueError(
+                f"--tail and --directive {text!r}: --tail prints the file of --output; pass --output FILE in its place"
+            )
+    is_new = job.scheduler == "pbs" or (job.scheduler == "slurm" and re.search("%[0-9]*[jJA]", job.output or "%j"))
+    if not is_new and not queue.output_files(job, "0"):
+        raise ValueError(
+            f"--tail and --output {job.output}: the name of the file is known only when the job starts; put the ID of "
+            f"the job into it, as without --output"
+        )
 
 
 def directories(job: JobSpec) -> Sequence[str]:
