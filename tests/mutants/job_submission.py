@@ -44,8 +44,8 @@ MUTANTS = [
     ),
     Mutant(
         "job.j2",
-        old="{{ command }} || exit",
-        new="{{ command }}",
+        old='[ "$status" -eq 0 ] || exit "$status"',
+        new="",
         fault="The ranks start after a command of --setup has failed.",
         tests="tests/unit/test_jobs.py -k after_a_failed_command",
     ),

@@ -228,9 +228,10 @@ def test_commands_of_the_user_run_before_the_ranks_after_the_modules(job, schedu
     assert made.calls() == [["module", *words] for words in modules]
 
 
+@pytest.mark.parametrize("command", ["(exit 3)", "(exit 3)  # licence", "true; (exit 3) ;"])
 @each_scheduler
-def test_nothing_computes_after_a_failed_command_of_the_user(job, scheduler: str) -> None:
-    made = job(scheduler, setup=("true", "(exit 3)", "true"))
+def test_nothing_computes_after_a_failed_command_of_the_user(job, scheduler: str, command: str) -> None:
+    made = job(scheduler, setup=("true", command, "true"))
     assert (made.run().status, made.calls()) == (3, [])
 
 

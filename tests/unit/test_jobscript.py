@@ -500,6 +500,7 @@ REFUSED = [
         "python x.py",
         "--setup '#SBATCH': expected a command of bash on one line, without # at its",
     ),
+    ("slurm --setup a\\", "python x.py", "a command of bash on one line, without # at its start and \\ at its end"),
     ("flux --mem 4G", "python x.py", "--mem is valid only for Slurm and PBS and LSF: Flux does not schedule memory"),
     ("flux --requeue", "python x.py", "--requeue: the job submits its script again; add -o FILE, for example -o job.f"),
     ("lsf --no-env FLUX_X", "python x.py", "would remove FLUX_X, which the launcher of the ranks needs"),

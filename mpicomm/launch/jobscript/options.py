@@ -41,7 +41,9 @@ ADDRESS = Form(r"\w[\w.+-]*(@\w[\w.-]*)?", "one address")
 DIRECTIVE = Form(r"[ \t]*[^\s#\0][^\r\n\0]*", "one line, without #SBATCH, #PBS, #BSUB or # flux: at its start")
 ARGUMENT = Form(r"[^\0]+", "an argument of the launcher")
 MEMORY = Form(r"[1-9][0-9]*[KMGTkmgt]i?[Bb]?", "a number with its unit, K, M, G or T: 4G")
-COMMAND = Form(DIRECTIVE.pattern, "a command of bash on one line, without # at its start")
+COMMAND = Form(
+    rf"{DIRECTIVE.pattern}(?<!\\)", "a command of bash on one line, without # at its start and \\ at its end"
+)
 UMASK = Form(r"0?[0-7]{3}", "three octal digits: 027")
 DEPENDENCY = Form(
     r"(afterok|afternotok|afterany)(:[\wƒ.\[\]-]+)+",
