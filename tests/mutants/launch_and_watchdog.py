@@ -813,8 +813,8 @@ else:
     ),
     Mutant(
         "jobscript.options",
-        old=r"r'[^~$\0-].*'",
-        new=r"r'[^~$\0].*'",
+        old=r"r'(?!.*\$(?!\{?(SLURM_ARRAY_TASK_ID|PBS_ARRAY_INDEX|LSB_JOBINDEX)\b)[A-Za-z_{(])[^~\0-].*'",
+        new=r"r'(?!.*\$(?!\{?(SLURM_ARRAY_TASK_ID|PBS_ARRAY_INDEX|LSB_JOBINDEX)\b)[A-Za-z_{(])[^~\0].*'",
         fault="The script of `mpicomm job --chdir -` changes to the previous directory of the shell.",
         tests="tests/unit/test_jobscript.py -k need_expansion",
     ),

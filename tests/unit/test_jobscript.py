@@ -394,11 +394,11 @@ def test_a_value_is_refused_or_cannot_break_the_script(scheduler: str, field: st
 
 
 @each_scheduler
-@pytest.mark.parametrize("field", [*FREE, "module", "chdir", "venv"])
-@pytest.mark.parametrize("value", ["", "~/x", "$HOME/x", "-"])
+@pytest.mark.parametrize("field", [*FREE, "module", "chdir", "venv", "module_use"])
+@pytest.mark.parametrize("value", ["", "~/x", "$HOME/x", "/x/$USER", "/x/${USER}/y", "/$(id)", "-"])
 def test_values_that_would_need_expansion_are_refused(scheduler: str, field: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"^--{field.replace('_', '-')} "):
-        job(scheduler, **{field: (value,) if field == "module" else value})
+        job(scheduler, **{field: (value,) if field.startswith("module") else value})
 
 
 # -- advice ----------------------------------------------------------------------------------------------------------
@@ -500,6 +500,12 @@ REFUSED = [
         "python x.py",
         "--setup '#SBATCH': expected a command of bash on one line, without # at its",
     ),
+    (
+        "slurm --chdir /x/$USER",
+        "python x.py",
+        "which are not expanded, and without - at its start; let your shell expand it: ",
+    ),
+    ("slurm --chdir $SLURM_ARRAY_TASK_ID", "python x.py", "$SLURM_ARRAY_TASK_ID is not set in this job; add --array"),
     ("slurm --setup a\\", "python x.py", "a command of bash on one line, without # at its start and \\ at its end"),
     ("flux --mem 4G", "python x.py", "--mem is valid only for Slurm and PBS and LSF: Flux does not schedule memory"),
     ("flux --requeue", "python x.py", "--requeue: the job submits its script again; add -o FILE, for example -o job.f"),

@@ -32,7 +32,13 @@ FILE = Form(
     r"[\w./%^][\w./%^+=-]*",
     "only letters, digits and _ . / % + = -: directives neither quote nor expand text, not even $HOME and ~",
 )
-DIRECTORY = Form(r"[^~$\0-].*", "a path without $HOME and ~, which are not expanded, and without - at its start")
+_PATH = (
+    "a path without variables and ~, which are not expanded, and without - at its start; let your shell expand it: "
+    '"$HOME/x"'
+)
+DIRECTORY = Form(r"(?!.*\$[A-Za-z_{(])[^~\0-].*", _PATH)
+CHDIR = Form(r"(?!.*\$(?!\{?(SLURM_ARRAY_TASK_ID|PBS_ARRAY_INDEX|LSB_JOBINDEX)\b)[A-Za-z_{(])[^~\0-].*", _PATH)
+"""A directory in which the index of a job array may stand."""
 IMAGE = Form(r"[^~$\0\s-][^$\0\s]*", "an image without spaces, $HOME and ~, which are not expanded")
 MODULE = Form(r"\w[\w./:+@-]*", "a module, for example openmpi/5.0.5")
 VARIABLE = Form(r"[A-Za-z_]\w*=[^\0]*", "NAME=VALUE")

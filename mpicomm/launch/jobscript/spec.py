@@ -104,7 +104,7 @@ class JobSpec:
     )
 
     # 4. environment of the ranks
-    chdir: str | None = option("working directory (default: the submission directory)", "DIR", options.DIRECTORY)
+    chdir: str | None = option("working directory (default: the submission directory)", "DIR", options.CHDIR)
     module: tuple[str, ...] = option("module to load; repeat for more", "M", options.MODULE, default=())
     module_purge: bool = option("unload all modules first", default=False)
     module_use: tuple[str, ...] = option(
