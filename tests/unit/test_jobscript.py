@@ -420,6 +420,10 @@ ADVICE = [
     ),
     ({}, ("python", "x.py", "^a$", "$1", "$(id)", "100 $"), None),
     ({}, ("/bin/bash", "-c", "echo $HOME"), None),
+    ({}, ("bash", "-x", "-euc", "echo $HOME"), None),
+    ({}, ("bash", "-c", "echo $1", "bash", "$HOME"), "the program gets $HOME unchanged"),
+    ({}, ("bash", "run.sh", "$TMPDIR/data"), "the program gets $TMPDIR unchanged"),
+    ({}, ("x", "${TMPDIR:-/tmp}/data"), "the program gets ${TMPDIR:-/tmp} unchanged"),
     ({"array": "1-9"}, ("python", "x.py", "$SLURM_ARRAY_TASK_ID", "${SLURM_ARRAY_TASK_ID}"), None),
     ({"array": "1-9"}, ("x", "$SLURM_ARRAY_TASK_ID/$USER"), "the program gets $USER unchanged"),
     (
@@ -438,11 +442,11 @@ def test_advice(options: dict[str, object], command: tuple[str, ...], text: str 
 
 
 def test_the_advised_command_expands_the_variable(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["printf", "%s|", "a b", '$A/"`\\', "${A}", "'$$'"]
+    words = ["printf", "%s|", "a b", '$A/"`\\', "${A}", "'$$'", "${A:-}$(id)$1"]
     assert main(["job", "slurm", "--", *words]) == 0
     command = shlex.split(capsys.readouterr().err.partition("on each rank: -- ")[2])
     outcome = launching.run_command(command, env={"A": "x y"})
-    assert outcome.stdout == "a b|x y/\"`\\|x y|'$$'|"
+    assert outcome.stdout == "a b|x y/\"`\\|x y|'$$'|x y$(id)$1|"
 
 
 # -- refused input ---------------------------------------------------------------------------------------------------

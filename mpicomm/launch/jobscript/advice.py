@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from mpicomm.launch.jobscript import quoting
 from mpicomm.launch.jobscript.spec import JobSpec
 from mpicomm.launch.request import without_value
 
-_VARIABLE = re.compile(r"\$(\w*[A-Za-z_]\w*|{\w+})", re.ASCII)
+_VARIABLE = re.compile(r"\$(\w*[A-Za-z_]\w*|{\w+[^}]*})", re.ASCII)
 _CORES = re.compile(r"cpu|core|affinity|threads")  # in the directives with which the user requests cores
 
 
@@ -35,9 +36,11 @@ def _on_variables(job: JobSpec) -> str | None:
         match = _VARIABLE.search(index.sub("", word) if index else word)
         return match[0] if match else None
 
-    is_shell = re.fullmatch(r"(.*/)?(ba|da|z)?sh", job.command[0])  # which expands the variables of its own arguments
-    if not is_shell and (name := next(filter(None, map(variable, job.command)), None)):
-        words = [_expanded(word) if variable(word) else quoting.quoted(word) for word in job.command]
+    code = _index_of_code(job.command)
+    names = [None if index == code else variable(word) for index, word in enumerate(job.command)]
+    if name := next(filter(None, names), None):
+        pairs = zip(names, job.command, strict=True)
+        words = [_expanded(word) if has_variable else quoting.quoted(word) for has_variable, word in pairs]
         command = quoting.quoted(f"exec {' '.join(words)}")
         return f"the program gets {name} unchanged; to expand it on each rank: -- bash -c {command}"
     if assignment := next(filter(variable, job.env), None):
@@ -48,6 +51,13 @@ def _on_variables(job: JobSpec) -> str | None:
     return None
 
 
+def _index_of_code(command: Sequence[str]) -> int | None:
+    """Return the index of the word after -c if the program is a shell, which expands the variables of this word."""
+    if not re.fullmatch(r"(.*/)?(ba|da|z)?sh", command[0]) or not command[1:] or not command[1].startswith("-"):
+        return None
+    return next((index + 1 for index, word in enumerate(command) if re.fullmatch(r"-\w*c", word)), None)
+
+
 def _expanded(word: str) -> str:
     """Quote a word for bash, which expands its variables."""
-    return '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"'
+    return '"' + re.sub(r'(["`\\]|\$(?![A-Za-z_{]))', r"\\\1", word) + '"'
