@@ -106,6 +106,7 @@ def test_names_of_output_files() -> None:
     assert files("slurm", "3", output="%u.out") == []
     assert files("lsf", "3", output="l/%J.out") == ["l/3.out"]
     assert QUEUES["flux"].job_id("ƒ2e\n") == "f2e", "not every encoding has ƒ"
+    assert files("flux", "f2e", output="{{id}}.out") == ["ƒ2e.out", "f2e.out"]
     assert files("flux", "f2e") == ["train-ƒ2e.out", "train-f2e.out"]
     direct = [
         QUEUES["pbs"].late_output(JobSpec("pbs", ("a",), directive=(text,))) == "" for text in ("-k doe", "-l k=d")
@@ -418,6 +419,11 @@ REFUSED = [
         ["slurm", "--submit", "--tail", "--output", "%u.out"],
         "the name of the file is known only when the job starts; put the ID of the job into it, as without --output",
     ),
+    (
+        ["flux", "--submit", "--output", "{{id}}/a.out"],
+        "the directory {{id}} must exist when the job starts, and its na",
+    ),
+    (["flux", "--submit", "--tail", "--output", "{{name}}.out"], "--tail and --output {{name}}.out: the name of the f"),
     (["lsf", "--submit", "--tail", "--output", "%I.out"], "--tail and --output %I.out: the name of the file is known"),
     (
         ["pbs", "--submit", "--wait", "--array", "0-9"],

@@ -203,6 +203,15 @@ def test_an_option_is_a_directive(scheduler: str, field: str) -> None:
     assert after.count(expected) == 1
 
 
+def test_a_file_of_flux_has_its_own_patterns() -> None:
+    assert "--output=logs/{{id}}.{{name}}" in directives(script(job("flux", output="logs/{{id}}.{{name}}")))
+    for name in ("{{id}", "{{$HOME}}", "-{{id}}"):
+        with pytest.raises(ValueError, match="--output "):
+            job("flux", output=name)
+    with pytest.raises(ValueError, match=r"--error '\{\{id\}\}'"):
+        job("slurm", error="{{id}}")
+
+
 @pytest.mark.parametrize("text", ["64G", "64Gi", "64GiB", "64GB", "64g", "64gb"])
 def test_units_of_memory_are_translated(text: str) -> None:
     assert of_slurm(job("slurm", mem=text))["mem"] == "64G"

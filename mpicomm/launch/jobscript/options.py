@@ -76,14 +76,14 @@ class Option:
 
         Args:
             name: The option, for messages.
-            special: Texts that are valid in addition to the form.
+            special: Patterns of texts that are valid in addition to the form.
         """
         if self.least is not None and value < self.least:
             raise ValueError(f"{name} {value}: expected {self.least} or more")
         if self.choices and value is not None:
             check_choice(name, value, self.choices)
         for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
-            if self.form and text not in special:
+            if self.form and not any(re.fullmatch(pattern, text, re.ASCII) for pattern in special):
                 self.form.check(name, text)
 
 

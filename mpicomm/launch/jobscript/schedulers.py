@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from mpicomm.launch.selection import FLUX, IBRUN, MPIEXEC, PALS, SRUN
 
+_FLUX_FILE = r"(?!-)([\w./+=-]|{{[\w.]+}})+"  # with {{id}} and other names of flux-batch(1)
 _MAIL_TYPES = ("NONE", "BEGIN", "END", "FAIL", "ALL")
 
 
@@ -35,7 +36,7 @@ class Scheduler:
     resubmits_file: bool = False
     """Whether --requeue submits the file of the script again."""
     special_values: Collection[tuple[str, str]] = ()
-    """Fields with values that it accepts in addition to the form of the option."""
+    """Fields with patterns of values that it accepts in addition to the form of the option."""
 
 
 SCHEDULERS: dict[str, Scheduler] = {
@@ -77,5 +78,6 @@ SCHEDULERS: dict[str, Scheduler] = {
         launchers=(FLUX, MPIEXEC),
         file="job.flux",
         resubmits_file=True,
+        special_values=[("output", _FLUX_FILE), ("error", _FLUX_FILE)],
     ),
 }
