@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         site = f"; the options of site {arguments.site} are in {job_sites.path()}" if arguments.site else ""
         return failed(command, f"{error}{site}")
-    for sentence in advice(spec) if isinstance(spec, JobSpec) else ():
+    for sentence in [*advice(spec), *job_submission.missing_directories(spec)] if isinstance(spec, JobSpec) else ():
         print_message(command, sentence)
     if arguments.submit and isinstance(spec, JobSpec):
         waits = arguments.wait or arguments.tail

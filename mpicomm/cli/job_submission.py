@@ -15,6 +15,7 @@ from mpicomm.cli.console import FAILED, failed, print_message
 from mpicomm.launch import queries
 from mpicomm.launch.jobscript import JobSpec
 from mpicomm.launch.jobscript.queues import QUEUES, QueueState, SchedulerQueue, directories
+from mpicomm.launch.jobscript.quoting import quoted
 from mpicomm.settings import STOPPED_STATUS
 
 _INTERRUPTED = 130  # the status of a shell's command after Ctrl-C
@@ -43,6 +44,15 @@ def create_directories(job: JobSpec) -> None:
                 reason = f"cannot create the directory {name} for the output: {error.strerror}"
                 raise ValueError(f"{reason}; pass --output a file in another directory") from error
             print_message(f"job {job.scheduler}", f"created the directory {name} for the output")
+
+
+def missing_directories(job: JobSpec) -> list[str]:
+    """Return a sentence for each directory of the output files that does not exist yet."""
+    try:
+        missing = [name for name in directories(job) if not Path(name).is_dir()]
+    except ValueError as error:
+        return [str(error)]
+    return [f"no directory {name} for the output; before you submit, run mkdir -p {quoted(name)}" for name in missing]
 
 
 def run(job: JobSpec, script: str, *, waits: bool, follows: bool) -> int:

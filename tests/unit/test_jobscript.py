@@ -660,6 +660,17 @@ def test_a_script_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     assert file.read_bytes() == "# caf\u00e9\n".encode()
 
 
+@pytest.mark.parametrize(("name", "text"), [("no/a.out", "run mkdir -p no\n"), ("%j/a", "known only then"), ("a", "")])
+def test_a_missing_directory_of_the_output_is_named(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["job", "slurm", "--output", name, "--", *PROGRAM]) == 0
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == bool(text)
+
+
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "No such file" in refusal(capsys, "slurm", "-o", str(tmp_path / "gone" / "job.sh"), "--", *PROGRAM)
 
