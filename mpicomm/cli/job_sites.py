@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import fcntl
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from typing import Any
 
 from mpicomm.launch.jobscript import JobSpec, KubernetesJob, options
 from mpicomm.launch.jobscript.options import Form
+from mpicomm.launch.request import without_value
 
 NAME = Form(r"[\w-]+", "letters, digits, _ and -")
 _SCHEDULER = "scheduler"
@@ -22,9 +25,18 @@ _SCHEDULER = "scheduler"
 
 
 def path() -> Path:
-    """Return the path of the file."""
-    directory = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(directory) if Path(directory).is_absolute() else Path.home() / ".config") / "mpicomm" / "job.toml"
+    """Return the path of the file.
+
+    Raises:
+        ValueError: If the user has no home directory.
+    """
+    directory = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    if not directory.is_absolute():
+        try:
+            directory = Path.home() / ".config"
+        except RuntimeError as error:
+            raise ValueError("this user has no home directory for job.toml; set XDG_CONFIG_HOME or HOME") from error
+    return directory / "mpicomm" / "job.toml"
 
 
 def read(site: str, scheduler: str, job_type: type[JobSpec | KubernetesJob]) -> dict[str, Any] | None:
@@ -77,17 +89,35 @@ def save(site: str, scheduler: str, values: Mapping[str, Any]) -> list[str]:
         OSError: If it cannot be written.
     """
     NAME.check("--site", site)
-    text = _text()
-    old = _parsed(text)
     table = {_SCHEDULER: scheduler, **{_key(field): value for field, value in values.items()}}
-    edited, replaced = _edited(text, site, table)
-    if _loads(edited) != {**old, site: {**old.get(site, {}), **table}}:
-        raise ValueError(f"cannot change the lines of site {site} in {path()}; edit the file")
-    if edited == text:
-        return [f"site {site} in {path()} already has these options"]
-    _write(edited)
+    with _locked():
+        text = _text()
+        old = _parsed(text)
+        edited, replaced = _edited(text, site, table)
+        if not _has(edited, {**old, site: {**old.get(site, {}), **table}}):
+            raise ValueError(f"cannot change the lines of site {site} in {path()}; edit the file")
+        if edited == text:
+            return [f"site {site} in {path()} already has these options"]
+        _write(edited)
     action = "changed" if site in old else "saved"
     return [f"{action} site {site} in {path()}", *(f"replaced {line.strip()}" for line in replaced)]
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """Let one process at a time edit the file, where the file system has locks."""
+    path().parent.mkdir(parents=True, exist_ok=True)
+    with path().with_name(".job.toml.lock").open("a") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _has(text: str, document: Mapping[str, Any]) -> bool:
+    try:
+        return _loads(text) == document
+    except ValueError:
+        return False
 
 
 def _key(field: str) -> str:
@@ -148,7 +178,8 @@ def _edited(text: str, site: str, table: Mapping[str, Any]) -> tuple[str, list[s
     for first, last, key, value in reversed(list(_statements(lines, start + 1))):
         end = max(end, last)
         if key in left and (new := left.pop(key)) != value:
-            replaced.append("".join(lines[first:last]))
+            names = f"env = {_toml([without_value(text) for text in value])}" if key == "env" else None  # no secrets
+            replaced.append(names or "".join(lines[first:last]))
             lines[first:last] = [f"{key} = {_toml(new)}\n"]
             end -= last - first - 1
     lines[end:end] = [f"{key} = {_toml(value)}\n" for key, value in left.items()]

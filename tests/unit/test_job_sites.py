@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from mpicomm.cli import job_sites
 from mpicomm.cli.main import main
 from tests import launching
 
@@ -100,6 +102,30 @@ def test_lines_written_by_hand_are_kept_and_replaced_ones_shown(file: Path, caps
     assert file.read_text().endswith('home"]\n\n[new]\nscheduler = "slurm"\naccount = "x"\n')
 
 
+def test_simultaneous_saves_keep_all_sites(file: Path) -> None:
+    sites = [f"s{number}" for number in range(8)]
+    with ThreadPoolExecutor(len(sites)) as pool:
+        list(pool.map(lambda site: job_sites.save(site, "slurm", {"account": site}), sites))
+    text = file.read_text()
+    assert [site for site in sites if f"[{site}]\n" not in text] == []
+
+
+def test_replaced_values_of_variables_are_not_shown(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(file, '[s]\nenv = ["TOKEN=secret", "A"]\n')
+    _, err = run(capsys, "slurm", "--site", "s", "--save", "--env", "B=1")
+    assert err.splitlines()[1:] == ['mpicomm job slurm: replaced env = ["TOKEN=***", "A"]']
+
+
+def test_a_user_without_a_home_directory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    error = launching.refusal(["job", "slurm", "--site", "s", *PROGRAM], capsys)
+    assert error == ("mpicomm job slurm: this user has no home directory for job.toml; set XDG_CONFIG_HOME or HOME\n")
+
+
 INVALID = [
     # (the file, the scheduler, the expected error after the name of the file)
     ("[s]\n\nacount = 'x'\n", "slurm", ":3: unknown key 'acount' of site s; did you mean account?"),
@@ -121,6 +147,14 @@ INVALID = [
     ("[t]\n[u]\n", "slurm", " has t, u; add it with --site s --save and its options"),
     ("", "pbs", " has no sites; add it with"),
 ]
+
+
+@pytest.mark.parametrize("text", ['s = {account = "x"}\n', 's.account = "x"\n'])
+def test_a_site_that_cannot_be_edited(text: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(file, text)
+    error = launching.refusal(["job", "slurm", "--site", "s", "--save", "--qos", "q"], capsys)
+    assert f"cannot change the lines of site s in {file}; edit the file" in error
+    assert file.read_text() == text
 
 
 @pytest.mark.parametrize(("text", "scheduler", "message"), INVALID)
