@@ -501,6 +501,16 @@ REFUSED = [
         "python x.py",
         "--dependency '12': expected afterok, afternotok or afterany, and the IDs of",
     ),
+    (
+        "slurm --dependency afterok:1;west",
+        "python x.py",
+        "cluster of Slurm, afterok:123 and --directive=--clusters=west",
+    ),
+    (
+        "slurm --setup a\udcff --submit",
+        "python x.py",
+        "the script would not be UTF-8; correct the option with this line: 'a\\udcff'",
+    ),
     ("slurm --dependency after:12", "python x.py", "--dependency 'after:12': expected afterok, afternotok or"),
     (
         "pbs --dependency afterok:1 --requeue",
@@ -658,6 +668,18 @@ def test_a_script_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     outcome = launching.run_alone(command, env=environ)
     assert outcome.status == 0, outcome
     assert file.read_bytes() == "# caf\u00e9\n".encode()
+
+
+def test_only_a_script_of_this_command_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.py"
+    file.touch()
+    for nodes in "12":
+        run(capsys, "slurm", "--nodes", nodes, "-o", str(file), "--", *PROGRAM)
+        assert f"--nodes={nodes}\n" in file.read_text()
+    file.write_text("precious\n")
+    error = refusal(capsys, "slurm", "-o", str(file), "--", *PROGRAM)
+    assert error.endswith(f"-o {file}: this file is not a script of mpicomm job; remove it, or use another name")
+    assert file.read_text() == "precious\n"
 
 
 @pytest.mark.parametrize(("name", "text"), [("no/a.out", "run mkdir -p no\n"), ("%j/a", "known only then"), ("a", "")])

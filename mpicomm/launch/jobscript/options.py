@@ -53,7 +53,8 @@ COMMAND = Form(
 UMASK = Form(r"0?[0-7]{3}", "three octal digits: 027")
 DEPENDENCY = Form(
     r"(afterok|afternotok|afterany)(:[\wƒ.\[\]-]+)+",
-    "afterok, afternotok or afterany, and the IDs of jobs: afterok:123 or afterok:123:124",
+    "afterok, afternotok or afterany, and the IDs of jobs: afterok:123 or afterok:123:124; with 123;west of a named "
+    "cluster of Slurm, afterok:123 and --directive=--clusters=west",
 )
 SIGNAL = Form(r"(USR1|USR2|TERM)@[1-9][0-9]{0,4}", "USR1, USR2 or TERM, @ and seconds: USR1@180")
 
