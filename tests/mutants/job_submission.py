@@ -29,6 +29,20 @@ MUTANTS = [
         tests="tests/unit/test_job_submission.py -k earlier_job",
     ),
     Mutant(
+        "job_submission._wait",
+        old='appends = queue.appends_output or job.requeue or "--open-mode=append" in job.directive',
+        new="appends = False",
+        fault="--tail prints the output of an earlier job to which this job appends.",
+        tests="tests/unit/test_job_submission.py -k earlier_job",
+    ),
+    Mutant(
+        "job._appended",
+        old="saved + passed",
+        new="list(dict.fromkeys(saved + passed))",
+        fault="--save removes repeated values, such as the second --env among the arguments of the launcher.",
+        tests="tests/unit/test_job_sites.py -k saved_lists",
+    ),
+    Mutant(
         "job_sites._edited",
         old="(new := left.pop(key)) != value",
         new="((new := left.pop(key)) or True)",
