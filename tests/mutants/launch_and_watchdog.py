@@ -805,9 +805,9 @@ else:
     ),
     # -- jobscript ------------------------------------------------------------------------------------------
     Mutant(
-        "cli.job.run",
-        old="content = text.encode()",
-        new="content = text.encode('ascii')",
+        "job._encoded",
+        old="text.encode()",
+        new="text.encode('ascii')",
         fault="mpicomm job -o cannot write a script with letters that are not ASCII.",
         tests="tests/unit/test_jobscript.py -k utf_8",
     ),
