@@ -23,6 +23,7 @@ from mpicomm import job_info
 from mpicomm.reports import result_files
 from tests.docs import documents
 from tests.docs.documents import TUTORIAL, Document, Section
+from tests.examples.test_quick_start import environment
 from tests.launching import ROOT
 
 RESULTS = ROOT / "docs" / "results" / "walk.json"
@@ -46,14 +47,14 @@ def main() -> None:
 
 def walk(home: Path) -> Iterator[dict[str, Any]]:
     """Run all steps, and return a row for each; later steps do not run after an installation that failed."""
-    clone, environment = home / "mpicomm", home / "venv"
+    clone, venv = home / "mpicomm", home / "venv"
     readme = documents.read(ROOT / "README.md")
     commands = [each for each in readme.commands() if each.mark != "elsewhere" and each.line not in _LONG]
     torch = next(re.finditer(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE))[0]
     installed = [
         f"git clone -q {ROOT} {clone}",
-        f"python3 -m venv {environment}",
-        f"{environment}/bin/pip install {torch}",
+        f"python3 -m venv {venv}",
+        f"{venv}/bin/pip install {torch}",
     ]
     for line in installed:
         yield (row := timed("installation", line, home, home))
@@ -91,13 +92,8 @@ def write_files(document: Document, directory: Path) -> None:
 
 def timed(page: str, line: str, directory: Path, home: Path, *, fails: bool = False) -> dict[str, Any]:
     """Run a command in the new environment and a home directory of its own, and print how long it took."""
-    kept = re.compile(r"PIP_.*|.*_proxy|.*_PROXY|SSL_.*|.*_CA_BUNDLE|LANG|TERM")
-    environ = {name: value for name, value in os.environ.items() if kept.fullmatch(name)}
-    python = Path(getattr(sys, "_base_executable", sys.executable)).parent
-    environ |= _AS_ROOT if os.geteuid() == 0 else {}
-    environ |= {"HOME": str(home), "PATH": f"{home}/venv/bin:{python}:/usr/local/bin:/usr/bin:/bin"}
-    if (config := Path.home() / ".config" / "pip" / "pip.conf").exists():
-        environ.setdefault("PIP_CONFIG_FILE", str(config))
+    environ = environment(home) | (_AS_ROOT if os.geteuid() == 0 else {})
+    environ["PATH"] = f"{home}/venv/bin:{environ['PATH']}"
     begun = time.monotonic()
     done = subprocess.run(
         ["timeout", str(_LIMIT_SECONDS), "bash", "-c", line],

@@ -118,8 +118,7 @@ class Reporter:
             )
         job = {"ranks": self._world.size, "device": str(self._world.device)}
         self.write("resume" if position.step else "start", position, line, **job, **dataclasses.asdict(options))
-        self._begun, self._logged_step = time.monotonic(), position.step
-        self._logged = self._begun
+        self._start_clocks(position)
 
     def begin_after(self, recovery: Recovery) -> None:
         """Report the position at which the run continues after ranks have failed, and start the clocks."""
@@ -131,8 +130,12 @@ class Reporter:
             joined=list(recovery.joined),
             failures=[dataclasses.asdict(failure) for failure in recovery.failures],
         )
-        self._begun, self._logged_step = time.monotonic(), recovery.position.step
-        self._logged = self._begun
+        self._start_clocks(recovery.position)
+
+    def _start_clocks(self, position: Position) -> None:
+        """Let the next step entry cover the time from now on, and the steps after a position."""
+        self._begun = self._logged = time.monotonic()
+        self._logged_step = position.step
 
     def end_recovery(self, position: Position) -> None:
         """Report the first step after a recovery, if there was one, and the time without a complete step."""

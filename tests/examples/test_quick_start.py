@@ -43,15 +43,21 @@ def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     shutil.rmtree(path)  # pytest keeps files of old runs, and torch is large
 
 
-def typed(commands: list[str], home: Path) -> Outcome:
-    """Run commands in one shell until one fails, without the variables that let other tests run MPI on any machine."""
-    script = "\n".join(["set -e", *[f"echo '$ {each}'\n{each}" for each in commands]])
+def environment(home: Path) -> dict[str, str]:
+    """Return the variables of a new user: a home directory, the programs of the system, and how pip gets packages."""
     python = Path(getattr(sys, "_base_executable", sys.executable)).parent
     own = {name: value for name, value in os.environ.items() if OF_PIP.fullmatch(name)}
-    own |= {"HOME": str(home), "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin", "PIP_CACHE_DIR": pip_cache()}
+    own |= {"HOME": str(home), "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin"}
     config = Path.home() / ".config" / "pip" / "pip.conf"
     if config.exists():
         own.setdefault("PIP_CONFIG_FILE", str(config))
+    return own
+
+
+def typed(commands: list[str], home: Path) -> Outcome:
+    """Run commands in one shell until one fails, without the variables that let other tests run MPI on any machine."""
+    script = "\n".join(["set -e", *[f"echo '$ {each}'\n{each}" for each in commands]])
+    own = environment(home) | {"PIP_CACHE_DIR": pip_cache()}
     dropped = [word for name in almost_empty_environment().keys() - own.keys() for word in ("-u", name)]
     added = [f"{name}={value}" for name, value in own.items()]
     return run_command(["env", *dropped, *added, "bash", "-c", script], timeout=600)
