@@ -167,13 +167,13 @@ docs: .venv/.ready ## build the documentation site in build/docs, check its link
 dist: .venv/.ready ## build the wheel, which contains the C library, in dist; fails without a C compiler
 	rm -rf build/lib* build/temp.* build/bdist.* dist # a library of an earlier build would be packaged
 	$(openmpi) pip wheel -q --no-deps -w dist .
-	$(openmpi) python -m zipfile -l dist/*.whl | grep -F mpicomm/native/libnative.so
+	$(openmpi) python -m zipfile -l dist/*.whl | grep -F mpicomm/native/hot_path.abi3.so
 
 clean: ## remove the environments and generated files
 	rm -rf .venv .venv-mpich .venv-compat .venv-integrations build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-library := setup.py mpicomm/native/slots.c mpicomm/native/crash.c # a change builds the C library again
+library := setup.py mpicomm/native/extension.py $(wildcard mpicomm/native/*.[ch]) # a change builds the C library again
 
 define install
 	@echo "Installing $(@D) (minutes the first time: torch is large)"

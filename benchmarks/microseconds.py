@@ -17,11 +17,9 @@ from benchmarks import rank_results
 from mpicomm import mpi
 from mpicomm.backend.execution.work import CompletedWork
 from mpicomm.bench import timing
-from mpicomm.recorder import flight_recorder
 
 ROUNDS = 21
 _TORCH = "of it torch, with a no-op group"
-_RECORDER = "of that the flight recorder"
 
 
 def main() -> None:
@@ -32,7 +30,6 @@ def main() -> None:
     times = timing.in_turn(timing.on_ranks_of(world, ROUNDS), parts, times_calls=False)
     found = {name: each.least for name, each in times.items()}
     if world.rank == 0:
-        found[_RECORDER] -= found[_TORCH]
         us = {name: round(microseconds, 2) for name, microseconds in found.items()}
         what = "microseconds of a call, a sum of zeros; the fastest round"
         rank_results.write(f"microseconds-{world.size}", world.size, what, us=us)
@@ -40,7 +37,6 @@ def main() -> None:
 
 def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
     group: Any = dist.group.WORLD
-    executor = group._executor
     idle: Any = dist.new_group()
     tensor, tensors, opts = torch.zeros(1), [torch.zeros(1)], AllreduceOptions()
     opts.asyncOp = False
@@ -49,13 +45,6 @@ def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
     memory = mpi.api().memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
     arguments = (mpi.api().IN_PLACE, (memory, 1, mpi.api().FLOAT), mpi.api().SUM)
     total: Any = dist.ReduceOp.SUM
-
-    def note(_tensors: object, _opts: object) -> CompletedWork:
-        flight_recorder.note(executor.record, "all_reduce", torch.float32, 1, None, False, True, 2).finish()
-        return work
-
-    noting: Any = dist.new_group()
-    noting.allreduce = note
 
     def options() -> None:
         _ = opts.asyncOp, opts.reduceOp == total, opts.timeout
@@ -66,10 +55,6 @@ def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
             tensor.is_neg(), tensor.numel(), tensor.data_ptr(),
         )  # fmt: skip
 
-    def turn() -> None:
-        executor._lock_if_idle()
-        executor._unlock()
-
     return {
         "mpi4py alone": lambda: comm.Allreduce(*arguments),
         "dist.all_reduce": lambda: dist.all_reduce(tensor),
@@ -77,9 +62,7 @@ def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
         "of it the group's own method": lambda: group.allreduce(tensors, opts),
         "of that torch's options": options,
         "of that the tensor's properties": checks,
-        "of that the check whether the queue is empty": turn,
         "of that torch's Work": CompletedWork,
-        _RECORDER: lambda: dist.all_reduce(tensor, group=noting),  # the figure excludes the time of torch
     }
 
 

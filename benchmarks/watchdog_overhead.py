@@ -1,4 +1,4 @@
-"""The overhead of the flight recorder, the watchdog and `MPICOMM_ON_TIMEOUT=raise` in an all_reduce.
+"""The overhead of the watchdog and `MPICOMM_ON_TIMEOUT=raise` in an all_reduce.
 
 `mpirun -n 2 python -m benchmarks.watchdog_overhead` measures it; rank 0 writes
 docs/results/overhead-<ranks>-<MPI>.json.
@@ -19,25 +19,12 @@ import torch.distributed as dist
 
 import mpicomm
 from benchmarks import rank_results
-from mpicomm.backend.execution.executor import Executor
 from mpicomm.bench import timing
 from mpicomm.bench.timing import Bench, Timed
-from mpicomm.recorder import flight_recorder
 from mpicomm.watchdog import agent
 
 ROUNDS = {1: 101, 4_000_000: 15}  # by the number of elements
 SECONDS = 0.01  # of a round
-
-
-class Unrecorded:
-    """A no-op replacement for a recorded operation."""
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-
-UNRECORDED = Unrecorded()
-NOTE = flight_recorder.note
 
 
 def main() -> None:
@@ -67,13 +54,11 @@ def _measure(call: Callable[[], object], bench: Bench) -> dict[str, float]:
 
 
 def _off() -> None:
-    flight_recorder.note = lambda *_arguments: UNRECORDED  # type: ignore[assignment]
     _watchdog()._next_tick = time.monotonic() + 1e6
     _raise_timeouts(False)
 
 
 def _on() -> None:
-    flight_recorder.note = NOTE
     _watchdog()._next_tick = 0.0
     _watchdog()._channel.wake()
     _raise_timeouts(False)
@@ -85,19 +70,20 @@ def _on_and_raising() -> None:
 
 
 def _raise_timeouts(raises: bool) -> None:
-    executor = _executor()
-    executor._state.raises_timeouts, executor._is_simple = raises, not raises
+    group: Any = dist.group.WORLD
+    plain = _plain_calls(group)
+    group._executor._state.raises_timeouts, group._plain = raises, None if raises else plain
+
+
+@functools.cache
+def _plain_calls(group: Any) -> Any:
+    return group._plain
 
 
 def _watchdog() -> agent.Watchdog:
     watch = agent.current()
     assert watch is not None
     return watch
-
-
-def _executor() -> Executor:
-    group: Any = dist.group.WORLD
-    return group._executor
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mpicomm import agreement
-from mpicomm.backend.fast_path import FastPath
+from mpicomm.backend import plain_calls
 from mpicomm.backend.gpu.staging import Mover, StagingTransport
 from mpicomm.backend.gpu.transport import DeviceEvent, Use
 
@@ -45,7 +45,7 @@ def stage(handle: Any, *, is_on_gpu: bool = True) -> None:
     all_ranks = functools.partial(agreement.all_true, executor.comm)
     executor.transport = FewChunks(handle.size(), all_ranks, is_on_gpu=is_on_gpu)
     executor.messages.transport = executor.transport
-    handle._fast_path = FastPath(executor)
+    handle._plain = plain_calls.create(executor)
 
 
 class Stream:

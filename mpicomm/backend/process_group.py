@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import mpi, torch_internals
-from mpicomm.backend import checks, dispatcher, groups, operations
+from mpicomm.backend import checks, dispatcher, groups, operations, plain_calls
 from mpicomm.backend.execution.executor import Executor
-from mpicomm.backend.fast_path import FastPath
 from mpicomm.backend.operations import TABLE, CollectiveOperation
 from mpicomm.backend.transfer.buffers import Tensors
-from mpicomm.torch_internals import active_modes
 
 
 class MPIProcessGroup(dist.ProcessGroup):
@@ -38,7 +36,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         super().__init__(executor.comm.rank, executor.comm.size)  # type: ignore[call-arg]
         self._store = store
         self._executor = executor
-        self._fast_path = FastPath(executor)
+        self._plain = plain_calls.create(executor)
         executor.backend_name = executor.messages.backend_name = backend_name
         self._rank = executor.comm.rank
         self._size = executor.comm.size
@@ -286,12 +284,12 @@ def _add_method(operation: CollectiveOperation) -> None:
 
     torch's C++ code looks for its methods on the class.
     """
-    num_arguments, name = len(operation.parameters) + 1, operation.method
-    has_fast_path = hasattr(FastPath, name)
+    name = operation.method
+    run_plain = getattr(plain_calls.PlainCalls, name, None)
 
     def method(self: MPIProcessGroup, *args: Any, **keywords: Any) -> dist.Work:
-        if has_fast_path and len(args) == num_arguments and not keywords and not active_modes():
-            work = getattr(self._fast_path, name)(*args)
+        if run_plain is not None and self._plain is not None and not keywords:
+            work = run_plain(self._plain, *args)
             if work is not None:
                 return work
         return self._call(operation, args, keywords)

@@ -8,14 +8,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import zlib
-from pathlib import Path
 
 import torch
 
-LIBRARY = Path(__file__).with_name("libnative.so")
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("slots.c", "crash.c"))  # may be absent
+from mpicomm.native import extension
 
-# As in slots.c. Sums of unsigned and signed integers have the same bits; complex numbers are two floats each.
+# As in slots.h. Sums of unsigned and signed integers have the same bits; complex numbers are two floats each.
 _FLOAT32, _FLOAT64, _BFLOAT16, _FLOAT16, _INT8, _INT16, _INT32, _INT64 = range(8)
 BYTES = _INT8
 KINDS = {
@@ -50,7 +48,7 @@ IS_LIST = 1 << 63
 
 def call(operation: int, kind: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
     """Return the call that all ranks must make, as the library's number."""
-    return operation | kind << 8 | root << 16 | divisor << 32 | _dtype_code(dtype) << 48
+    return operation | kind << 8 | root << 16 | divisor << 32 | dtype_code(dtype) << 48
 
 
 @functools.cache
@@ -66,7 +64,7 @@ def moving(operation: int, dtype: torch.dtype, root: int = 0) -> int:
 
 
 @functools.cache
-def _dtype_code(dtype: torch.dtype) -> int:
+def dtype_code(dtype: torch.dtype) -> int:
     """Return a number of 15 bits for a dtype, also where its bytes are only moved."""
     return zlib.crc32(str(dtype).encode()) & 0x7FFF
 
@@ -90,14 +88,9 @@ class SlotState(ctypes.Structure):
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """Return the library; None if it was not built, or was built for another system or from another source."""
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-        library.mpicomm_source_crc.restype = ctypes.c_uint32
-    except (OSError, AttributeError):
-        return None
-    sources = [path.read_bytes() for path in SOURCES if path.exists()]
-    if len(sources) == len(SOURCES) and library.mpicomm_source_crc() != zlib.crc32(b"".join(sources)):
+    """Return the library with its functions' types; None if it cannot be used."""
+    library = extension.library()
+    if library is None:
         return None
     library.mpicomm_sum.argtypes = (
         ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int

@@ -1,6 +1,6 @@
 /* The inner loops of the collective operations in shared memory: sums in rank order, and tensors through slots.
 
-   The library knows neither Python nor torch nor MPI. native.py calls it by ctypes, which releases the GIL. */
+   The library knows neither Python nor torch nor MPI. The extension calls it (plain_calls.c), and c_library.py by ctypes, which releases the GIL. */
 
 #define _GNU_SOURCE
 #include <sched.h>
@@ -10,7 +10,7 @@
 #include <string.h>
 #include <time.h>
 
-#define EXPORTED __attribute__((visibility("default")))
+#include "slots.h"
 
 /* The loader selects the variant that the processor supports. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -26,12 +26,9 @@
 #define INDEPENDENT
 #endif
 
-#define HEADER 64            /* bytes in a region of scatter before its block: the block's size */
 #define BLOCK 1024           /* elements added at a time; their sums stay in the L1 cache */
 
 /* -- numbers ---------------------------------------------------------------------------------------------------- */
-
-typedef enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT8, INT16, INT32, INT64 } Kind; /* as in native.py */
 
 static const size_t SIZES[] = {4, 8, 2, 2, 1, 2, 4, 8};
 
@@ -142,49 +139,7 @@ EXPORTED void mpicomm_sum(int kind, const void *const *terms, int number, void *
 
 /* -- slots in shared memory -------------------------------------------------------------------------------------- */
 
-/* What a rank publishes: a line for each rank and buffer. */
-typedef struct {
-    _Alignas(128) _Atomic uint64_t arrived; /* the number of the step whose contribution is in the slot */
-    uint64_t signature, nbytes, is_available;
-    _Alignas(64) _Atomic uint64_t reduced; /* the number of the step of which this rank has reduced its part */
-} Line;
-
-/* As in native.py. */
-typedef enum { ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER } Operation;
-
-typedef enum { DONE, WAITING, DIFFERENT, UNAVAILABLE } Status; /* as in native.py */
-
 typedef enum { ARRIVING, ADDING } Stage;
-
-/* A tensor of a list; two elements of an array in Python. */
-typedef struct {
-    char *address;
-    uint64_t nbytes;
-} Block;
-
-/* The call that all ranks must make, as a number, as in native.py; the last bit is the rank's own. */
-enum { KIND_SHIFT = 8, WIDE_SHIFT = 15, ROOT_SHIFT = 16, DIVISOR_SHIFT = 32, DTYPE_SHIFT = 48, LIST_SHIFT = 63 };
-
-/* One rank's view of a group, and its current operation; the ctypes structure SlotState of native.py. */
-typedef struct {
-    Line *lines; /* [2][size] */
-    char *slots; /* [2][size][slot_bytes] */
-    uint64_t slot_bytes;
-    uint64_t split_bytes; /* from this size on, each rank reduces a part of an all_reduce or reduce */
-    int64_t pause_ns;     /* how long a wait may last until it returns to the caller */
-    int32_t rank, size, spins;
-    int32_t operation, kind, root, divisor, stage;
-    int32_t is_wide;    /* whether reduce_scatter leaves its sums of narrow floats in float32 */
-    int32_t is_list;    /* whether the tensor with a block for each rank is a list of blocks */
-    int32_t has_next;   /* whether the contribution to the next step is in its slot already */
-    uint64_t signature; /* of the current operation */
-    uint64_t number;    /* of the current step: an operation has a step for each slot that its tensor fills */
-    uint64_t count;     /* numbers in the whole tensor, or in one block if a tensor has a block for each rank */
-    uint64_t most;      /* the largest count of all ranks: in gather and scatter, blocks may differ in size */
-    uint64_t start;     /* of the current step, in the tensor or in each block */
-    const char *source;
-    char *out;
-} Group;
 
 static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -455,7 +410,6 @@ static void fetch_parts(const Group *group) {
     }
 }
 
-/* Continue the current operation; WAITING means that other ranks are late and the caller must call this again. */
 EXPORTED int mpicomm_continue(Group *group) {
     for (;;) {
         if (group->stage == ARRIVING) {
@@ -481,22 +435,23 @@ EXPORTED int mpicomm_continue(Group *group) {
     }
 }
 
-/* Start an operation, and finish it unless other ranks are late.
-
-   call: the operation, the kind of number, whether sums stay wide, the root, the divisor, the dtype, and whether the
-   blocks are a list
-   source: this rank's contribution, for scatter that of the root; NULL if the library cannot read it
-   out: this rank's result
-   count: numbers in the whole tensor, or in this rank's block if a tensor has a block for each rank */
-EXPORTED int mpicomm_start(Group *group, uint64_t call, const void *source, void *out, uint64_t count) {
+void mpicomm_begin(Group *group, uint64_t call, const void *source, void *out, uint64_t count) {
     group->signature = call & ~((uint64_t)1 << LIST_SHIFT);
     group->operation = call & 0xff, group->kind = call >> KIND_SHIFT & 0x7f, group->is_wide = call >> WIDE_SHIFT & 1;
     group->root = call >> ROOT_SHIFT & 0xffff, group->divisor = call >> DIVISOR_SHIFT & 0xffff;
     group->is_list = call >> LIST_SHIFT, group->has_next = 0;
     group->source = source, group->out = out, group->count = count, group->start = 0;
     start_step(group);
-    return mpicomm_continue(group);
 }
 
-/* The CRC of the source files: a library that was built from another source may have other structures. */
-EXPORTED uint32_t mpicomm_source_crc(void) { return SOURCE_CRC; }
+int mpicomm_all_have_begun(const Group *group) {
+    for (int rank = 0; rank < group->size; rank++)
+        if (atomic_load_explicit(&line_of(group, rank)->arrived, memory_order_acquire) != group->number)
+            return 0;
+    return 1;
+}
+
+EXPORTED int mpicomm_start(Group *group, uint64_t call, const void *source, void *out, uint64_t count) {
+    mpicomm_begin(group, call, source, out, count);
+    return mpicomm_continue(group);
+}

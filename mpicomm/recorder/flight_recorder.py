@@ -7,7 +7,6 @@ number costs microseconds in a long function, so it is computed only when a repo
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import os
 import sys
@@ -21,6 +20,7 @@ from time import monotonic
 from typing import Any
 
 from mpicomm.errors import MpicommError
+from mpicomm.native import extension
 from mpicomm.recorder import rank_text
 from mpicomm.recorder.status import OperationInfo
 
@@ -40,13 +40,14 @@ _PROGRAMS = ("examples", "bench")  # folders in these packages whose files count
 _MOST_CALL_SITES = 4096  # of a program; code that is compiled at run time must not fill the memory
 _USUAL_DEPTH = 7  # three methods of this package, one of the process group, torch's function, its wrapper, the user's
 _LARGEST_DEPTH = 10  # with a deprecated function of torch and its wrapper
+_INNER_FRAMES = _USUAL_DEPTH - 3  # those that a plain call of the extension module does not have
 _NOWHERE = object()
 _new, _getframe = object.__new__, sys._getframe
 
 # -- the state of the recorder in this process -------------------------------------------------------------------------
 
 _ring: list[Operation | None] = [None] * RING
-_last: Operation | None = None
+_latest: list[Operation | None] = [None]
 _running: dict[int, Operation] = {}
 """By number, the operations that run or for which a call waits, except `Group.running`."""
 
@@ -77,7 +78,14 @@ _thread = _Thread()
 _callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have called operations
 
 
-class Group:
+_native = extension.module()
+"""The extension module, which records plain calls without Python code; None if it was not built."""
+
+_GroupRecord: type = object if _native is None else _native.GroupRecord
+_CallRecord: type = object if _native is None else _native.CallRecord
+
+
+class Group(_GroupRecord):
     """The state of a process group on this rank, for recording its operations."""
 
     def __init__(self, name: str, ranks: Sequence[int], timeout: float, *, is_world: bool) -> None:
@@ -115,9 +123,16 @@ class Group:
         _forget_closed_groups()
 
 
-@dataclasses.dataclass(init=False, eq=False, slots=True)  # `note` sets the fields
-class Operation:
-    """One call of an operation on this rank."""
+_FIELDS = (
+    "code", "instruction", "group", "is_message", "sequence", "name", "dtype", "count", "peer",
+    "number", "called_at", "start", "end", "limit_or_options", "tag", "message",
+)  # fmt: skip
+
+
+class Operation(_CallRecord):
+    """One call of an operation on this rank; `note` and the extension module set the fields."""
+
+    __slots__ = _FIELDS if _native is None else ()
 
     code: types.CodeType | None
     """The code of the call site; None for a call from C++."""
@@ -152,12 +167,25 @@ class Operation:
     end: float | None
     """When it completed or failed; None before."""
 
-    limit: float | None
-    """Seconds after which the watchdog aborts the job; None if the waiting call raises TimeoutError instead."""
+    limit_or_options: Any
+    """The limit, or torch's options of the call, which have its timeout: it takes time to read."""
 
     tag: int | None
     message: int | None
     """The number of a message with this peer and tag; None while the peer is unknown, and for other operations."""
+
+    @property
+    def limit(self) -> float | None:
+        """Seconds after which the watchdog aborts the job; None if the waiting call raises TimeoutError instead."""
+        limit = self.limit_or_options
+        if limit is None or isinstance(limit, (int, float)):
+            return limit
+        seconds = limit.timeout.total_seconds()
+        return seconds if seconds > 0 else self.group.timeout
+
+    @limit.setter
+    def limit(self, seconds: float | None) -> None:
+        self.limit_or_options = seconds
 
     def begin(self) -> None:
         """Record that the operation runs, or that a call waits for it: this starts its deadline."""
@@ -258,7 +286,6 @@ def note(
         inner_frames: The number of frames that are not the user's, whatever their files; at least this one.
     """
     # 1. find the call site
-    global _last  # noqa: PLW0603  as the ring
     try:
         frame = _getframe(_depths[is_running].get(name, _USUAL_DEPTH))
         code, instruction = frame.f_code, frame.f_lasti
@@ -279,7 +306,7 @@ def note(
     operation.count = count
     operation.peer = peer
     operation.end = operation.tag = operation.message = None
-    operation.limit = group.timeout
+    operation.limit_or_options = group.timeout
     operation.number = number = next(_numbers)
     operation.called_at = now = monotonic()
     # 3. start it, and store it in the ring buffer
@@ -294,7 +321,7 @@ def note(
         operation.sequence = operation.start = None
         if is_running:
             operation.begin()
-    _ring[number % RING] = _last = operation
+    _ring[number % RING] = _latest[0] = operation
     return operation
 
 
@@ -307,21 +334,39 @@ def _note_thread() -> None:
 
 def _find_caller(name: str, is_running: bool, inner_frames: int) -> tuple[types.CodeType | None, int]:
     """Return code object and instruction offset of the call site in the user's program."""
-    depth = inner_frames
-    frame: types.FrameType | None = _getframe(depth + 1)
-    while frame is not None and _is_inner(frame.f_code.co_filename):
-        frame = frame.f_back
-        depth += 1
-    if frame is None:  # called from C++ on a thread without Python frames of the user
+    frame, depth = _search_caller(_getframe(inner_frames + 1), inner_frames)
+    if frame is None:
         return None, 0
-    # The next call of this operation from this instruction has the same frames, so `note` need not search again. This
-    # does not hold for calls from deep inside torch, such as those of FSDP: the next may have a user's module between.
+    # The next call of this operation from this instruction has the same frames, so `note` need not search again.
     if depth <= _LARGEST_DEPTH:
         if len(_call_sites) >= _MOST_CALL_SITES:
             _call_sites.clear()
         _depths[is_running][name] = depth
         _call_sites[id(frame.f_code) + frame.f_lasti + hash(name)] = frame.f_code
     return frame.f_code, frame.f_lasti
+
+
+def _find_caller_of_method() -> tuple[types.CodeType | None, int, int | None]:
+    """Return the call site of a plain call, for the extension module, and its distance if its next call has the same.
+
+    The distance is the number of frames below it.
+    """
+    frame, depth = _search_caller(_getframe(1), 0)
+    if frame is None:
+        return None, 0, None
+    return frame.f_code, frame.f_lasti, depth if depth <= _LARGEST_DEPTH - _INNER_FRAMES else None
+
+
+def _search_caller(frame: types.FrameType | None, depth: int) -> tuple[types.FrameType | None, int]:
+    """Return the first frame of the user's program, and its distance; None if C++ has called on a thread without any.
+
+    The distance does not tell that of the next call if it is large: calls from deep inside torch, such as those of
+    FSDP, may have a user's module between.
+    """
+    while frame is not None and _is_inner(frame.f_code.co_filename):
+        frame = frame.f_back
+        depth += 1
+    return frame, depth
 
 
 def recorded() -> list[Operation]:
@@ -342,7 +387,7 @@ def running() -> list[Operation]:
 
 def last() -> Operation | None:
     """Return the operation that was called last; None before the first call."""
-    return _last
+    return _latest[0]
 
 
 def bytes_per_second(now: float) -> float:
@@ -476,3 +521,18 @@ def _is_inner(file: str) -> bool:
     is_inner = file.startswith(("<frozen", *_files_of(_MACHINERY), *folders)) and not file.startswith(programs)
     (_inner_files if is_inner else _users_files).add(file)
     return is_inner
+
+
+if _native is not None:
+    _native.configure_recorder(
+        {
+            "operation": Operation,
+            "get_frame": _getframe,
+            "find_caller": _find_caller_of_method,
+            "note_thread": _note_thread,
+            "numbers": _numbers,
+            "ring": _ring,
+            "latest": _latest,
+            "running": _running,
+        }
+    )

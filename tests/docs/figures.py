@@ -47,15 +47,6 @@ def _table(*rows: tuple[str, ...], align: str = "---:") -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], rule, *rows[1:]))
 
 
-def _recorder_fields() -> str:
-    us = _result("recorder-fields-1-openmpi")["microseconds"]
-    rows = [
-        (name, *(f"{round(each[part], 2) + 0.0:.2f}" for part in ("without", "with", "added")))
-        for name, each in us.items()
-    ]
-    return _table(("record of an operation, microseconds", "without", "with", "added"), *rows)
-
-
 def _us(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
@@ -283,7 +274,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratios": _ratios,
     "steps": _steps,
     "microseconds": _microseconds,
-    "recorder-fields": _recorder_fields,
     "steadiness": _steadiness,
     "multi-node": _multi_node,
     "recovery": _recovery,

@@ -15,11 +15,13 @@ from tests.unit.test_structure import LAYERS
 DOCUMENT = ROOT / "docs" / "architecture.md"
 TEXT = DOCUMENT.read_text()
 PACKAGE = ROOT / "mpicomm"
-FUNCTIONS = sorted(set(re.findall(r"`([\w/]+\.py)`,\s+`((?![\w.]+\.py`)[\w.]+)`", TEXT)))
+FUNCTIONS = sorted(set(re.findall(r"`([\w/]+\.(?:py|c))`,\s+`((?![\w.]+\.py`)[\w.]+)`", TEXT)))
 
 
 def defined(path: Path) -> set[str]:
-    """Return the functions, classes and methods of a module."""
+    """Return the functions, classes and methods of a module, or the functions of a source in C."""
+    if path.suffix == ".c":
+        return set(re.findall(r"^[\w *]+?\b(\w+)\([^;]*?\) {$", path.read_text(), re.MULTILINE))
     found: set[str] = set()
     kinds = (ast.FunctionDef, ast.ClassDef)
     for node in ast.parse(path.read_text()).body:

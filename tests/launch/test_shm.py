@@ -129,3 +129,21 @@ def test_mpi_progresses_while_a_rank_waits_in_slots_although_a_message_is_pendin
     """Over TCP, the sender has to send the message in parts."""
     outcome = run_ranks(2, ["-c", PROGRESS], env={"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp"})
     assert outcome.status == 0, outcome
+
+
+OTHER_SIZE = """
+import torch
+import torch.distributed as dist
+import mpicomm
+
+world = mpicomm.bootstrap()
+try:
+    dist.broadcast(torch.ones(2 if world.rank else 1000), 0)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_an_error_of_mpi_in_a_call_without_shared_memory() -> None:
+    outcome = run_ranks(2, OTHER_SIZE, env={"MPICOMM_SHARED_MEMORY": "0"})
+    assert "broadcast #1, root rank 0, float32[2] failed: another rank sent more data than this rank" in outcome.stdout

@@ -1155,11 +1155,11 @@ else:
         tests="tests/unit/test_command.py -k brackets",
     ),
     Mutant(
-        "c_library.load",
-        old="len(sources) == len(SOURCES) and library.mpicomm_source_crc() != zlib.crc32(b''.join(sources))",
-        new="False",
+        "extension.library",
+        old="expected in (None, loaded.mpicomm_source_crc())",
+        new="True",
         fault="After an update, a C library of the earlier version is used.",
-        tests="tests/unit/test_native.py -k another_source",
+        tests="tests/unit/test_native.py -k other_sources",
     ),
     Mutant(
         "JobObserver._handle",

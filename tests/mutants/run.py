@@ -183,13 +183,36 @@ def read_sources(root: Path) -> list[syntax.Module]:
 
 @contextlib.contextmanager
 def replaced(path: Path, source: str) -> Iterator[None]:
-    """Replace the content of a module in a `with` block."""
+    """Replace the content of a module, or of a source in C, in a `with` block."""
     before = path.read_text()
-    _write_module(path, source)
+    try:
+        with _built(path) if path.suffix == ".c" else contextlib.nullcontext():
+            _write_module(path, source)
+            if path.suffix == ".c":
+                _build(path)
+            yield
+    finally:
+        _write_module(path, before)
+
+
+@contextlib.contextmanager
+def _built(path: Path) -> Iterator[None]:
+    """Restore the extension module of a source in C at the end of a `with` block."""
+    built = path.with_name("hot_path.abi3.so")
+    before = built.read_bytes()
     try:
         yield
     finally:
-        _write_module(path, before)
+        built.unlink()
+        built.write_bytes(before)
+
+
+def _build(path: Path) -> None:
+    """Build the extension module of the checkout with this source."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
+    outcome = run_within(_LONGEST, command, cwd=path.parents[2])
+    if outcome.status != 0:
+        raise ValueError(f"{path.name} cannot be built: {outcome.stderr[-500:]}")
 
 
 def _write_module(path: Path, source: str) -> None:

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     Mutant(
         "c_library.call",
-        old="_dtype_code(dtype) << 48",
+        old="dtype_code(dtype) << 48",
         new="0",
         fault="A rank reads a tensor as another dtype than that of the rank that sent it, without an error.",
         tests="tests/mpi/test_slots.py -k different_dtypes",
@@ -94,7 +94,7 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "NativeSlots._run",
+        "NativeSlots._explain",
         old="_different_blocks(sizes) if are_blocks else different_calls(min(sizes), max(sizes))",
         new="different_calls(min(sizes), max(sizes))",
         fault="The error about a list of wrong sizes says that the sizes must be equal on all ranks.",

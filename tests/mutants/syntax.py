@@ -1,7 +1,7 @@
 """Finds and replaces parts of the package by their syntax, so that a change of layout, comments or modules is harmless.
 
-A scope is a module, class or function, identified by the end of its full name: `FastPath.allreduce` for
-`mpicomm.backend.fast_path.FastPath.allreduce`. The code within it is compared as a syntax tree.
+A scope is a module, class or function, identified by the end of its full name: `Executor.submit` for
+`mpicomm.backend.execution.executor.Executor.submit`. The code within it is compared as a syntax tree.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_TEXTS = (".j2", ".c")  # suffixes of files that are no modules
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 # Expressions that cannot be read in another way beside an operator.
 _WITHOUT_PARENTHESES = (ast.Name, ast.Constant, ast.Call, ast.Attribute, ast.Subscript, ast.List, ast.Dict)
@@ -40,16 +41,20 @@ class Replacement:
 
 
 def read_package(root: Path) -> list[Module]:
-    """Read all modules below a directory, and templates of text, which have no scopes."""
-    templates = [Module(path, path.read_text(), ast.Module([], []), {}) for path in sorted(root.rglob("*.j2"))]
-    return [_read(path, root) for path in sorted(root.rglob("*.py"))] + templates
+    """Read all modules below a directory, and templates and sources in C, which have no scopes."""
+    texts = sorted(path for suffix in _TEXTS for path in root.rglob(f"*{suffix}"))
+    return [
+        *(_read(path, root) for path in sorted(root.rglob("*.py"))),
+        *(Module(path, path.read_text(), ast.Module([], []), {}) for path in texts),
+    ]
 
 
 def replace(package: list[Module], place: str, old: str, new: str) -> Replacement:
     """Replace the code `old`, which must occur exactly once in the scopes `place`, by `new`.
 
     Args:
-        place: The end of the full name of one or several scopes, or the file name of a template, compared as text.
+        place: The end of the full name of one or several scopes, or the file name of a template or of a source in C,
+            which is compared as text.
         old: An expression, one or several statements, or the header of a compound statement, which ends in a colon:
             `if x:`, `except E:`, `def f(x):`. A header is compared and replaced without its block.
         new: The same kind of code; if empty, statements are removed.
@@ -68,10 +73,11 @@ def replace(package: list[Module], place: str, old: str, new: str) -> Replacemen
 def statement(package: list[Module], place: str, old: str, new: str) -> tuple[Path, int, int] | None:
     """Return where the innermost statement of a function that contains this code begins: file, line and column.
 
-    The code can be executed only after a statement that is inserted there. None outside of functions, and in templates.
+    The code can be executed only after a statement that is inserted there. None outside of functions, and in files that
+    are no modules.
     Arguments and errors as for `replace`.
     """
-    if place.endswith(".j2"):
+    if place.endswith(_TEXTS):
         return None
     module, (node, *_) = _find(package, place, old, new)
     if isinstance(node, _FUNCTIONS):

@@ -7,8 +7,9 @@ import pytest
 from mpicomm.backend.transfer import algorithms
 from mpicomm.backend.transfer.algorithms import Algorithm, Choices
 
-KIB, MIB = 2**10, 2**20
+MIB = 2**20
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+MOVEMENTS = ("all_gather", "broadcast", "all_to_all", "gather", "scatter")
 CONVERTED_REDUCTIONS = tuple(f"{operation}, converted" for operation in REDUCTIONS)
 TABLES = {
     Algorithm.SLOTS: algorithms.SLOT_OPERATIONS,
@@ -30,8 +31,7 @@ def test_memory_is_shared_at_the_smallest_size_that_uses_it(size: int) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "operations", "least"),
     [
-        (Algorithm.SLOTS, (*REDUCTIONS, "all_gather", "broadcast", "all_to_all"), 4 * KIB),
-        (Algorithm.SLOTS, (*CONVERTED_REDUCTIONS, "gather", "scatter"), 0),
+        (Algorithm.SLOTS, (*REDUCTIONS, *CONVERTED_REDUCTIONS, *MOVEMENTS), 0),
         (Algorithm.HIERARCHICAL, ("all_reduce", "all_reduce, converted"), 8 * MIB),
         (Algorithm.HIERARCHICAL, ("reduce", "reduce_scatter", "all_gather", "broadcast"), None),
     ],

@@ -70,7 +70,7 @@ GPU = torch.device("cuda", 1)
 
 def test_a_worker_that_is_older_than_cuda_works_on_the_gpu_of_its_callers(cuda: SimpleNamespace) -> None:
     """Otherwise it would create a context on GPU 0, which belongs to another rank."""
-    worker, entered = Worker("test"), []
+    worker, entered = Worker("test", collections.deque()), []
     worker.submit(lambda: entered.append(list(cuda.entered)), mock.Mock(has_begun=False))
     worker.wait_until_idle()
     cuda.is_started = True

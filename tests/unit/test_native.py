@@ -15,7 +15,7 @@ import torch
 
 from mpicomm.backend.transfer import slots
 from mpicomm.backend.transfer.slots import NativeSlots
-from mpicomm.native import c_library
+from mpicomm.native import c_library, extension
 from tests.ordered_sum import ordered_sum
 
 pytestmark = pytest.mark.skipif(c_library.load() is None, reason="the C library was not built")
@@ -190,8 +190,15 @@ def test_reduce_scatter_with_wide_sums(dtype: torch.dtype, count: int) -> None:
 # -- the library -------------------------------------------------------------------------------------------------------
 
 
-def test_a_library_of_another_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "slots.c"
-    source.write_bytes(c_library.SOURCES[0].read_bytes() + b"\n")
-    monkeypatch.setattr(c_library, "SOURCES", (source, *c_library.SOURCES[1:]))
-    assert c_library.load.__wrapped__() is None
+@pytest.mark.parametrize(
+    ("changed", "is_used"), [(None, True), ("slots.c", False), ("slots.h", False), ("all", True)], ids=str
+)
+def test_a_library_of_other_sources_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str | None, is_used: bool
+) -> None:
+    for path in extension.LIBRARY.parent.glob("*.[ch]"):
+        (tmp_path / path.name).write_bytes(path.read_bytes() + b"\n" * (path.name == changed))
+        if changed == "all":  # installed from a wheel
+            (tmp_path / path.name).unlink()
+    monkeypatch.setattr(extension, "_FOLDER", tmp_path)
+    assert (extension.library.__wrapped__() is not None) is is_used

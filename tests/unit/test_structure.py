@@ -37,7 +37,7 @@ LAYERS = {
     "missing_ranks": 3,
     "devices": 1,
     "torch_internals": 4,
-    "native": 4,
+    "native": 1,
     "open_files": 4,
     "recorder": 4,
     "watchdog": 5,

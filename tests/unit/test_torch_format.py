@@ -43,7 +43,7 @@ class Rank:
 def empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reset the recorder to its state at the start of a process, until the end of the test."""
     monkeypatch.setattr(flight_recorder, "_ring", [None] * RING)
-    monkeypatch.setattr(flight_recorder, "_last", None)
+    monkeypatch.setattr(flight_recorder, "_latest", [None])
     monkeypatch.setattr(flight_recorder, "_running", {})
     monkeypatch.setattr(flight_recorder, "_numbers", itertools.count())
     monkeypatch.setattr(flight_recorder, "_groups", {})

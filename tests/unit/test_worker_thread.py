@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import signal
@@ -94,7 +95,7 @@ def is_interrupted(worker: Worker, count: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_exception_of_a_signal_handler_loses_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, count = Worker("test"), 1
+    worker, count = Worker("test", collections.deque()), 1
     while is_interrupted(worker, count, monkeypatch):
         count += 1
     worker.stop()

@@ -23,7 +23,7 @@ from mpicomm.backend.execution.future_callbacks import OrderedFuture
 from mpicomm.backend.execution.group_state import GroupState, MonitoredBarrier
 from mpicomm.backend.execution.pending_messages import PendingMessages
 from mpicomm.backend.execution.work import CompletedWork, QueuedWork, WorkBatch
-from mpicomm.backend.execution.worker_thread import Worker, require_threads
+from mpicomm.backend.execution.worker_thread import Jobs, Worker, require_threads
 from mpicomm.backend.gpu.transport import Transport
 from mpicomm.backend.operations import Collective
 from mpicomm.backend.transfer.algorithms import AlgorithmSelector
@@ -68,8 +68,10 @@ class Executor:
         self.algorithms = AlgorithmSelector(comm, record, settings)
         self.dense = DenseCollectives(comm, self.algorithms)
         self._compares_calls = settings.debug
-        # Whether collectives run without a preceding check or barrier.
-        self._is_simple = not settings.debug and settings.on_timeout != "raise"
+        # Not if a check or a barrier precedes collectives.
+        self.takes_plain_calls = settings.native and not settings.debug and settings.on_timeout != "raise"
+        """Whether the extension module may run collectives on plain tensors."""
+
         self._state = GroupState(comm, record, raises_timeouts=settings.on_timeout == "raise")
         self.backend_name = "mpicomm"
         """The prefix of spans in torch's profiler; the process group sets it."""
@@ -78,8 +80,8 @@ class Executor:
         self.messages = PendingMessages(comm, transport, self._state, self.batch)
         self._monitored = MonitoredBarrier(comm)
         self._lock = threading.Lock()  # MPI requires collective calls on one communicator to be serialised
-        self._try_lock, self._unlock = self._lock.acquire, self._lock.release
         self._starting_worker = threading.Lock()
+        self._jobs: Jobs = collections.deque()
         self._worker: Worker | None = None
         # The last works of few elements, alive after their callers have dropped them: DDP's `join` passes a work to C++
         # and drops it. C++ calls it at the end of the next backward pass, and finds no methods without its Python part.
@@ -103,49 +105,43 @@ class Executor:
         results = list(collective.results)
         return self._submit(collective.name, dtype, collective.count, collective.root, opts, results, call, signature)
 
-    def submit_plain(
+    def parts_of_plain_calls(self) -> dict[str, Any]:
+        """Return the objects with which the extension module runs the group's plain calls, in turn with `submit`."""
+        return {
+            "group": self.record,
+            "state": self._state,
+            "jobs": self._jobs,
+            "acquire": self._lock.acquire,
+            "release": self._lock.release,
+            "queue": self._queue_plain,
+            "fail": self._fail_plain,
+        }
+
+    def _queue_plain(
         self,
+        call: Callable[[], None],
         name: str,
         dtype: torch.dtype,
         count: int,
         root: int | None,
         opts: CallOptions,
         results: list[torch.Tensor],
-        run: Callable[..., None],
-        *arguments: Any,
     ) -> Any:
-        """Do the same as `submit` for an operation that needs no preparation: `run(*arguments)` is the whole of it.
+        """Do the same as `submit` for a plain call, which needs no preparation."""
+        if not self._is_usable():
+            self._state.check_open()
+        return self._submit(name, dtype, count, root, opts, results, call, "")
 
-        Returns:
-            The work; None, without side effects, if the call needs more: the ranks compare their calls, timeouts raise
-            errors, or a profiler is active.
-        """
-        if not self._is_simple or torch_internals.is_profiling():
-            return None
-        needs_mode = results and results[0].is_inference() and not torch.is_inference_mode_enabled()
-        if opts.asyncOp or needs_mode or not self._lock_if_idle():
-            if not self._is_usable():
-                self._state.check_open()
-            # The caller may change its lists before the operation runs.
-            kept = [list(argument) if type(argument) is list else argument for argument in arguments]
-            return self._submit(name, dtype, count, root, opts, list(results), functools.partial(run, *kept), "")
-        operation = None
+    def _fail_plain(self, operation: Operation | None, error: BaseException) -> None:
+        """End a plain call on this thread that has failed; it raises `error`, or the error that this raises."""
         try:
-            operation = self._note(name, dtype, count, root, opts, True)
-            run(*arguments)
-        except BaseException as error:
             if operation is not None:
-                self._state.fail(operation, error)
-            raise
-        finally:
-            try:
-                if operation is not None:
+                try:
+                    self._state.fail(operation, error)
+                finally:
                     operation.finish()
-            finally:
-                self._unlock()
-        work = CompletedWork()  # not `of`, for speed
-        work.tensors = results
-        return work
+        finally:
+            self._lock.release()
 
     def barrier(self, opts: CallOptions) -> Any:
         """Wait for every rank, for at most the timeout of the options, or of the group (collective)."""
@@ -245,13 +241,6 @@ class Executor:
         finally:
             if operation.start is not None:  # otherwise a signal handler was earlier, and the worker's thread runs it
                 operation.finish()
-
-    def _lock_if_idle(self) -> bool:
-        """Acquire the lock for a collective if nothing is queued; return whether that succeeded."""
-        worker = self._worker
-        if (worker is not None and worker.jobs) or future_callbacks.pending or future_callbacks.num_message_threads:
-            return False
-        return self._is_usable() and self._try_lock(False)
 
     def _is_usable(self) -> bool:
         """Return whether operations can run."""
@@ -399,7 +388,7 @@ class Executor:
         with self._starting_worker:
             if self._worker is None:
                 require_threads()
-                self._worker = Worker(f"mpicomm-worker-{self.record.name}")
+                self._worker = Worker(f"mpicomm-worker-{self.record.name}", self._jobs)
             return self._worker
 
 

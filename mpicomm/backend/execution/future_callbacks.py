@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 pending: list[FutureCallback] = []
 """The callbacks that have not run, of all groups and threads, in the order of registration."""
-num_message_threads = 0
-"""The number of threads that are running callbacks of point-to-point messages."""
+message_threads: list[int] = []
+"""The threads that are running callbacks of point-to-point messages: of all groups, each of which has one."""
 
 
 class _Thread(threading.local):
@@ -151,15 +151,12 @@ def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future
 @contextlib.contextmanager
 def running_message_callbacks() -> Iterator[None]:
     """Mark this thread as running callbacks of messages and no others; messages complete in any order."""
-    global num_message_threads  # noqa: PLW0603  of all groups, each of which has a thread for its messages
     this_thread.runs_messages = True
-    with _lock:
-        num_message_threads += 1
+    message_threads.append(threading.get_ident())
     try:
         yield
     finally:
-        with _lock:
-            num_message_threads -= 1
+        message_threads.remove(threading.get_ident())
 
 
 def refuse_in_messages() -> None:

@@ -62,6 +62,8 @@ class _Job:
         return self.is_finishing or self.work.has_begun
 
 
+Jobs = collections.deque[_Job]
+
 _DENORMAL = struct.unpack("d", bytes([1, *[0] * 7]))[0]  # from its bits: this thread may treat denormals as zero
 
 
@@ -72,16 +74,19 @@ class Worker:
     most programs wait soon, the worker's thread wakes up only after a short delay, unless nobody else runs the job.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, jobs: Jobs) -> None:
+        """Start the thread.
+
+        Args:
+            jobs: The queue: the queued jobs, and those in progress; empty.
+        """
         self._timer = WakeTimer()
         self._is_stopping = False
         self._running = threading.Lock()  # held by the thread that runs jobs
         self._runner = 0  # the ident of that thread
         self._lock = threading.RLock()  # guards the following
         self._changed = threading.Condition(self._lock)
-        self.jobs: collections.deque[_Job] = collections.deque()
-        """The queued jobs, and those in progress."""
-
+        self.jobs = jobs
         self._awaited_callbacks: Sequence[FutureCallback] = ()  # the callbacks that the next job waits for
         self._gpu = ThreadDevice()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -11,7 +11,7 @@ import enum
 import math
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import agreement, mpi
 from mpicomm.backend.execution.group_state import check_unbroken
@@ -44,22 +44,16 @@ _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _CONVERTED_REDUCTIONS = {operation: f"{operation}, converted" for operation in _REDUCTIONS}
 """The rows of reductions for which MPI needs conversions before and after the call."""
 
-SLOT_OPERATIONS: SmallestSizes = {
-    **dict.fromkeys(_REDUCTIONS, 4 * _KIB),
-    **dict.fromkeys(_CONVERTED_REDUCTIONS.values(), 0),
-    "all_gather": 4 * _KIB,
-    "broadcast": 4 * _KIB,
-    "all_to_all": 4 * _KIB,
-    # Blocks may differ in size, and only the root knows all of them.
-    "gather": 0,
-    "scatter": 0,
-}
+_OPERATIONS = (*_REDUCTIONS, "all_gather", "broadcast", "all_to_all", "gather", "scatter")  # in the order of slots.h
+
+SLOT_OPERATIONS: SmallestSizes = dict.fromkeys((*_OPERATIONS, *_CONVERTED_REDUCTIONS.values()), 0)
 """If all ranks are on one node."""
 
 HIERARCHICAL_OPERATIONS: SmallestSizes = {"all_reduce": 8 * _MIB, _CONVERTED_REDUCTIONS["all_reduce"]: 8 * _MIB}
 """On several nodes, with several ranks on each."""
 
 _NEVER = (math.inf, Algorithm.MPI)
+_LARGEST_SIZE = 2**64 - 1
 
 
 class Choices:
@@ -78,6 +72,12 @@ class Choices:
     def replace(self, algorithm: Algorithm, table: SmallestSizes) -> None:
         """Select an algorithm from the sizes of a table on, and MPI for all others."""
         self._by_row = {row: (least, algorithm) for row, least in table.items()}
+
+    def smallest_sizes(self, operation: str) -> tuple[int, int]:
+        """Return the sizes from which an operation, and its converted form, do not use MPI alone."""
+        rows = (operation, _CONVERTED_REDUCTIONS.get(operation, operation))
+        native, converted = [int(min(self._by_row.get(row, _NEVER)[0], _LARGEST_SIZE)) for row in rows]
+        return native, converted
 
     def select(self, row: str, nbytes: int) -> Algorithm:
         """Return the algorithm of an operation.
@@ -114,6 +114,22 @@ class AlgorithmSelector:
         """Set at the same time if several nodes have equally many ranks each."""
 
         self._choices = Choices(comm.size)
+        self.plain: Any = None
+        """The plain calls of the extension module, if the group has them."""
+
+    def publish_to(self, plain: Any) -> None:
+        """Let the plain calls of the extension module select the same algorithms."""
+        self.plain = plain
+        self._publish()
+
+    def _publish(self) -> None:
+        if self.plain is None:
+            return
+        rows = [self._choices.smallest_sizes(operation) for operation in _OPERATIONS]
+        if self.slots is not None:
+            self.plain.use_slots(rows, *self.slots.parts_of_plain_calls())
+        else:
+            self.plain.use(rows)
 
     def select(self, operation: str, nbytes: int, reduction: Reduction | None = None) -> Algorithm:
         """Return the algorithm of an operation (collective at the first use of shared memory).
@@ -131,6 +147,7 @@ class AlgorithmSelector:
         algorithm = self._choices.select(row, nbytes)
         if algorithm is Algorithm.UNKNOWN:
             self._open()
+            self._publish()
             algorithm = self._choices.select(row, nbytes)
         return algorithm
 
@@ -194,5 +211,20 @@ class AlgorithmSelector:
         """Release the memory and the communicators (collective)."""
         self._choices.clear()
         self.slots = self.hierarchical = None
+        self._publish()
         while self._comms:
             mpi.free(self._comms.pop())
+
+
+class _OnlyMPI(AlgorithmSelector):
+    """Selects MPI for all calls."""
+
+    def __init__(self) -> None:
+        self.slots = self.hierarchical = None
+
+    def select(self, operation: str, nbytes: int, reduction: Reduction | None = None) -> Algorithm:  # noqa: ARG002
+        return Algorithm.MPI
+
+
+only_mpi = _OnlyMPI()
+"""The selector of operations that slots cannot run, since a rank's tensor is not on the host."""

@@ -173,8 +173,7 @@ class NativeSlots:
         blocks, are_on_host = _blocks(tensors)
         address = source.data_ptr() if are_on_host and source.is_cpu else None
         ran = self._run(call | c_library.IS_LIST, address, blocks.buffer_info()[0], source.nbytes)
-        for tensor in tensors:
-            _note_write(tensor)
+        note_writes(tensors)
         return ran
 
     def _run(self, call: int, source: int | None, out: int | None, count: int) -> bool:
@@ -183,10 +182,18 @@ class NativeSlots:
             self._on_wait()
             status = self._continue(self._address)
         if status == c_library.DIFFERENT:
-            signatures, sizes = self._published()
-            are_blocks = self._state.operation in (c_library.GATHER, c_library.SCATTER) and len(set(signatures)) == 1
-            raise _different_blocks(sizes) if are_blocks else different_calls(min(sizes), max(sizes))
+            self._explain()
         return status == c_library.DONE
+
+    def parts_of_plain_calls(self) -> tuple[int, int, Callable[[], None], Callable[[], None]]:
+        """Return what the extension module needs to run plain calls in these slots, in turn with this object."""
+        return self._address, self.step_bytes, self._on_wait, self._explain
+
+    def _explain(self) -> None:
+        """Raise the error of ranks that call different operations, or with tensors of different sizes."""
+        signatures, sizes = self._published()
+        are_blocks = self._state.operation in (c_library.GATHER, c_library.SCATTER) and len(set(signatures)) == 1
+        raise _different_blocks(sizes) if are_blocks else different_calls(min(sizes), max(sizes))
 
     def _published(self) -> tuple[list[int], list[int]]:
         """Return the calls and the numbers of bytes that the ranks have published for the current step."""
@@ -208,6 +215,12 @@ def _note_write(tensor: torch.Tensor) -> None:
     """Let autograd detect that a tensor that it needs was overwritten."""
     if tensor.nbytes >= _NOTED_BYTES and not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
+
+
+def note_writes(tensors: Sequence[torch.Tensor]) -> None:
+    """Do the same for several tensors."""
+    for tensor in tensors:
+        _note_write(tensor)
 
 
 def _gather_is_crowded(comm: Intracomm) -> bool:

@@ -1,0 +1,124 @@
+"""The extension module's short way for collectives on plain tensors: dense, on the CPU, and of a common dtype.
+
+`PlainCalls` has a method for each of them, in C: the checks, the record, the run and the Work. A call that does not
+qualify returns None without side effects, and takes the general path. Without the extension module, all calls do.
+benchmarks/README.md breaks down the time of a call in microseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpicomm import mpi, torch_internals
+from mpicomm.backend.execution import future_callbacks
+from mpicomm.backend.execution.executor import Executor
+from mpicomm.backend.execution.work import CompletedWork
+from mpicomm.backend.gpu.transport import DIRECT
+from mpicomm.backend.operations import TABLE
+from mpicomm.backend.transfer import dtypes, mpi_calls, reductions
+from mpicomm.backend.transfer.algorithms import only_mpi
+from mpicomm.backend.transfer.dense_collectives import DenseCollectives
+from mpicomm.backend.transfer.slots import note_writes
+from mpicomm.native import c_library, extension
+
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.int32,
+    torch.uint8, torch.bool, torch.int8, torch.int16,
+)  # fmt: skip
+_NATIVE, _CONVERTED, _IMPOSSIBLE = range(3)  # how MPI computes a reduction, as in plain_calls.c
+_ROWS = {operation.method: operation for operation in TABLE}
+
+PlainCalls: Any = getattr(extension.module(), "PlainCalls", None)
+"""The extension module's class; None without the extension module."""
+
+
+def create(executor: Executor) -> Any:
+    """Return the plain calls of a group; None if all its calls need the general path."""
+    if PlainCalls is None or not executor.takes_plain_calls:
+        return None
+    comm = executor.comm
+    _configure(comm.size)
+    objects = executor.parts_of_plain_calls()
+    objects["run_by_mpi"] = functools.partial(_run_by_mpi, DenseCollectives(comm, only_mpi))
+    whole_bytes = min(executor.transport.whole_bytes, sys.maxsize)
+    plain = PlainCalls(objects, comm.rank, comm.size, int(whole_bytes), _handle(comm), mpi_calls.reduces_in_place())
+    executor.algorithms.publish_to(plain)
+    return plain
+
+
+def _run_by_mpi(dense: DenseCollectives, method: str, args: Sequence[Any]) -> None:
+    """Run a call for which slots cannot be used, since another rank's tensor is not on the host."""
+    row = _ROWS[method]
+    arguments, opts = row.bind(args, {})
+    collective = row.describe(dense, opts, arguments)
+    with torch.inference_mode(collective.results[0].is_inference() if collective.results else False):
+        collective.prepared(DIRECT)()
+
+
+@functools.cache
+def _configure(size: int) -> None:
+    """Pass the objects of torch and MPI to the extension module; the descriptions of dtypes depend on no group."""
+    api = mpi.api()
+    objects = {
+        "tensor": torch.Tensor,
+        "parameter": torch.nn.Parameter,
+        "strided": torch.strided,
+        "sum": dist.ReduceOp.SUM,
+        "average": dist.ReduceOp.AVG,
+        "is_contiguous": torch.Tensor.is_contiguous,
+        "is_neg": torch.Tensor.is_neg,
+        "data_ptr": torch.Tensor.data_ptr,
+        "numel": torch.Tensor.numel,
+        "is_profiling": torch_internals.is_profiling,
+        "active_modes": torch_internals.active_modes,
+        "callbacks": future_callbacks.pending,
+        "message_threads": future_callbacks.message_threads,
+        "work": CompletedWork,
+        "note_writes": note_writes,
+        "mpi_exception": api.Exception,
+    }
+    options = {name: _ROWS[name].options for name in _ROWS if hasattr(PlainCalls, name)}
+    rows = [_describe(dtype, size) for dtype in _DTYPES]
+    extension.module().configure(objects, rows, options, api.__file__, _handle(api.SUM), int(api.IN_PLACE))
+
+
+def _describe(dtype: torch.dtype, size: int) -> tuple[object, ...]:
+    """Return the description of a dtype for the extension module."""
+    kind = c_library.KINDS.get(dtype, (c_library.BYTES, 1))[0]
+    arithmetic = dtypes.arithmetic(dtype)
+    return (
+        dtype,
+        kind,
+        dtype.itemsize,
+        c_library.dtype_code(dtype),
+        _row("SUM", dtype, size),
+        _row("AVG", dtype, size),
+        0 if arithmetic is None else _handle(arithmetic),
+        _handle(dtypes.carrier(dtype)),
+    )
+
+
+def _row(name: str, dtype: torch.dtype, size: int) -> int:
+    """Return how MPI computes a reduction, if slots can compute it."""
+    try:
+        reduction = reductions.reduction_for(getattr(dist.ReduceOp, name), dtype, size, "all_reduce")
+    except ValueError:
+        return _IMPOSSIBLE
+    if not reduction.uses_slots:
+        return _IMPOSSIBLE
+    return _NATIVE if reduction.is_native else _CONVERTED
+
+
+def _handle(value: Any) -> int:
+    """Return a handle of MPI as C passes it: a pointer, or an int of 32 bits with its sign."""
+    api = mpi.api()
+    handle = api._handleof(value)
+    if api._sizeof(value) > 4:
+        return handle
+    return handle - (1 << 32) if handle >= 1 << 31 else handle

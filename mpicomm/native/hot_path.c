@@ -1,0 +1,74 @@
+/* The module mpicomm.native.hot_path. */
+
+#include "extension.h"
+#include "plain_calls.h"
+#include "records.h"
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "mpicomm supports little-endian processors only"
+#endif
+
+PyObject *mpicomm_name(const char *text) { return PyUnicode_InternFromString(text); }
+
+int mpicomm_take(PyObject *objects, const char *name, PyObject **place) {
+    PyObject *object = PyDict_GetItemString(objects, name);
+    if (object == NULL) {
+        PyErr_Format(PyExc_KeyError, "%s", name);
+        return -1;
+    }
+    mpicomm_replace(place, mpicomm_reference(object));
+    return 0;
+}
+
+static int consume_truth(PyObject *object) {
+    CHECK(object != NULL);
+    int is_true = PyObject_IsTrue(object);
+    Py_DECREF(object);
+    return is_true;
+}
+
+int mpicomm_is_true(PyObject *object, PyObject *name) { return consume_truth(PyObject_GetAttr(object, name)); }
+
+int mpicomm_returns_true(PyObject *function) { return consume_truth(PyObject_CallNoArgs(function)); }
+
+static PyObject *configure(PyObject *module, PyObject *args) {
+    PyObject *objects, *rows, *options;
+    const char *mpi;
+    long long sum, in_place;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!OO!sLL", &PyDict_Type, &objects, &rows, &PyDict_Type, &options, &mpi, &sum,
+                          &in_place) ||
+        mpicomm_configure_calls(objects, rows, options, mpi, sum, in_place) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *configure_recorder(PyObject *module, PyObject *objects) {
+    (void)module;
+    if (!PyDict_Check(objects)) {
+        PyErr_SetString(PyExc_TypeError, "expected a dict");
+        return NULL;
+    }
+    if (mpicomm_configure_recorder(objects) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"configure", configure, METH_VARARGS, "Take the objects that plain calls need; before the first of them."},
+    {"configure_recorder", configure_recorder, METH_O, "Take the objects of flight_recorder."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int execute(PyObject *module) {
+    CHECK(mpicomm_add_record_types(module) == 0);
+    return mpicomm_add_plain_calls(module);
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "mpicomm.native.hot_path", "Collectives on plain tensors, without Python code.", 0,
+    functions, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit_hot_path(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,949 @@
+/* The collectives of a group on plain tensors: from the arguments of torch's method to its Work.
+
+   A tensor is plain if it is dense, on the CPU and of a common dtype. A call that does not qualify returns None without
+   side effects, and the caller takes the general path, which prepares such tensors. A rank may take one path while
+   another rank takes the other: both run the same steps of the slots, and call the same functions of MPI. */
+
+#include "extension.h"
+#include "mpi_functions.h"
+#include "records.h"
+#include "slots.h"
+
+#include <limits.h>
+#include <string.h>
+
+#define NUM_OPERATIONS 8
+#define MAX_DTYPES 16
+#define NOTED_BYTES (1 << 17)  /* from this size on, autograd is notified of a write; it takes about a microsecond */
+#define QUICK_BYTES 4096       /* up to this size, a call that need not wait keeps the GIL */
+#define LIST_BIT ((uint64_t)1 << LIST_SHIFT)
+
+typedef enum { NATIVE, CONVERTED, IMPOSSIBLE } Row; /* how MPI computes a reduction: as it is, or after conversions */
+
+typedef struct {
+    PyObject *dtype;
+    int kind; /* of the numbers that the slots add */
+    uint64_t item, code;
+    Row sum, average;
+    Handle arithmetic, carrier;
+} Dtype;
+
+/* A method of torch's process groups. */
+typedef struct {
+    Operation operation;
+    const char *name, *recorded;
+    int arguments; /* before the options */
+    PyObject *options, *recorded_name;
+} Method;
+
+/* A dense tensor on the CPU. */
+typedef struct {
+    char *address;
+    uint64_t count, nbytes;
+    const Dtype *dtype;
+} Memory;
+
+/* One call, ready to run. */
+typedef struct {
+    const Method *method;
+    const Dtype *dtype;
+    uint64_t signature, numbers; /* as the slots take them */
+    uint64_t count;              /* recorded elements */
+    uint64_t nbytes;             /* of the larger tensor; 0 if not all ranks know it */
+    uint64_t written;            /* bytes of each tensor that this rank writes */
+    Row row;
+    int root, uses_slots;
+    char *source, *out;
+    Block *blocks; /* owned, as the references to the tensors, which another thread may drop during the call */
+    uint64_t num_blocks;
+    PyObject *kept[2];
+} Call;
+
+typedef struct {
+    PyObject_HEAD
+    /* objects of the group's executor */
+    PyObject *group, *state, *jobs, *acquire, *release, *queue, *fail, *run_by_mpi;
+    /* of its slots */
+    PyObject *on_wait, *explain;
+    Group *slots;
+    int rank, size, reduces_in_place, above;
+    uint64_t whole_bytes, step_bytes;
+    uint64_t least[NUM_OPERATIONS][2]; /* the size from which the algorithm `above` is used, by operation and row */
+    Handle comm;
+} PlainCalls;
+
+typedef enum { GENERAL, SLOTS } Above; /* how calls of larger sizes run: by the general path, or by the slots */
+
+/* -- objects of Python ------------------------------------------------------------------------------------------ */
+
+static PyObject *tensor_type, *parameter_type, *strided, *sum, *average;
+static PyObject *is_contiguous, *is_neg, *data_ptr, *numel;
+static PyObject *is_profiling, *active_modes, *callbacks, *message_threads, *work_type, *note_writes;
+static PyObject *n_dtype, *n_layout, *n_is_cpu, *n_async, *n_reduce_op, *n_root, *n_tensors, *n_is_open;
+static PyObject *n_shape;
+static Dtype dtypes[MAX_DTYPES];
+static int num_dtypes;
+static Handle mpi_sum, in_place;
+
+static Method methods[] = {
+    {ALL_REDUCE, "allreduce", "all_reduce", 1, NULL, NULL},
+    {REDUCE, "reduce", "reduce", 1, NULL, NULL},
+    {REDUCE_SCATTER, "reduce_scatter_single", "reduce_scatter", 2, NULL, NULL},
+    {BROADCAST, "broadcast", "broadcast", 1, NULL, NULL},
+    {ALL_GATHER, "all_gather_single", "all_gather", 2, NULL, NULL},
+    {ALL_GATHER, "allgather", "all_gather", 2, NULL, NULL},
+    {GATHER, "gather", "gather", 2, NULL, NULL},
+    {SCATTER, "scatter", "scatter", 2, NULL, NULL},
+    {ALL_TO_ALL, "all_to_all_single", "all_to_all", 4, NULL, NULL},
+};
+enum { M_ALLREDUCE, M_REDUCE, M_REDUCE_SCATTER, M_BROADCAST, M_GATHER_SINGLE, M_ALLGATHER, M_GATHER, M_SCATTER, M_ALL_TO_ALL };
+#define NUM_METHODS (sizeof methods / sizeof *methods)
+
+/* -- checks ----------------------------------------------------------------------------------------------------- */
+
+/* The checks return 1 if a call qualifies, 0 if not, and -1 with an exception. */
+
+static int call_is_true(PyObject *method, PyObject *tensor) {
+    PyObject *result = PyObject_CallFunctionObjArgs(method, tensor, NULL);
+    CHECK(result != NULL);
+    int is_true = result == Py_True;
+    Py_DECREF(result);
+    return is_true;
+}
+
+static int call_number(PyObject *method, PyObject *tensor, uint64_t *number) {
+    PyObject *result = PyObject_CallFunctionObjArgs(method, tensor, NULL);
+    CHECK(result != NULL);
+    *number = PyLong_AsUnsignedLongLong(result);
+    Py_DECREF(result);
+    return PyErr_Occurred() ? -1 : 1;
+}
+
+/* Whether an attribute is this object. */
+static int has(PyObject *object, PyObject *name, PyObject *value) {
+    PyObject *found = PyObject_GetAttr(object, name);
+    CHECK(found != NULL);
+    Py_DECREF(found);
+    return found == value;
+}
+
+static int find_dtype(PyObject *tensor, const Dtype **dtype) {
+    PyObject *found = PyObject_GetAttr(tensor, n_dtype);
+    CHECK(found != NULL);
+    Py_DECREF(found); /* torch keeps it */
+    for (int i = 0; i < num_dtypes; i++)
+        if (dtypes[i].dtype == found) {
+            *dtype = &dtypes[i];
+            return 1;
+        }
+    return 0;
+}
+
+#define REQUIRE(check)                                                                                                 \
+    do {                                                                                                               \
+        int result_ = (check);                                                                                         \
+        if (result_ <= 0)                                                                                              \
+            return result_;                                                                                            \
+    } while (0)
+
+/* Whether the elements of a tensor can be accessed in their order in memory, and it has any. */
+static int read_tensor(const PlainCalls *self, PyObject *tensor, Memory *memory) {
+    uint64_t address;
+    PyObject *type = (PyObject *)Py_TYPE(tensor); /* other subclasses may redefine attributes */
+    REQUIRE(type == tensor_type || type == parameter_type);
+    REQUIRE(find_dtype(tensor, &memory->dtype));
+    REQUIRE(has(tensor, n_layout, strided));
+    REQUIRE(has(tensor, n_is_cpu, Py_True));
+    REQUIRE(call_is_true(is_contiguous, tensor));
+    int is_negated = call_is_true(is_neg, tensor);
+    REQUIRE(is_negated < 0 ? -1 : !is_negated);
+    REQUIRE(call_number(data_ptr, tensor, &address));
+    REQUIRE(call_number(numel, tensor, &memory->count));
+    memory->address = (char *)(uintptr_t)address; /* NULL: no elements */
+    memory->nbytes = memory->count * memory->dtype->item;
+    /* Where a rank passes GPU tensors through host memory, larger tensors are sent in chunks. */
+    return address != 0 && memory->nbytes <= self->whole_bytes;
+}
+
+static void keep(Call *call, PyObject *object) {
+    call->kept[call->kept[0] != NULL] = mpicomm_reference(object);
+}
+
+static void release(Call *call) {
+    Py_CLEAR(call->kept[0]);
+    Py_CLEAR(call->kept[1]);
+    PyMem_Free(call->blocks);
+    call->blocks = NULL;
+}
+
+static int read_kept(const PlainCalls *self, PyObject *tensor, Memory *memory, Call *call) {
+    keep(call, tensor);
+    return read_tensor(self, tensor, memory);
+}
+
+/* Return the only element of a list, or NULL. */
+static PyObject *single(PyObject *list) {
+    return PyList_CheckExact(list) && PyList_Size(list) == 1 ? PyList_GetItem(list, 0) : NULL;
+}
+
+static int read_single(const PlainCalls *self, PyObject *list, Memory *memory, Call *call) {
+    PyObject *tensor = single(list);
+    return tensor == NULL ? 0 : read_kept(self, tensor, memory, call);
+}
+
+/* Whether `large` holds a block like `small` for each rank. */
+static int are_blocks(const PlainCalls *self, const Memory *large, const Memory *small) {
+    return large->dtype == small->dtype && large->count == small->count * (uint64_t)self->size;
+}
+
+static int overlap(const char *first, uint64_t first_bytes, const char *second, uint64_t second_bytes) {
+    return first < second + second_bytes && second < first + first_bytes;
+}
+
+/* Whether slots would write over a part of a block of this rank before they read that part. */
+static int is_endangered(const PlainCalls *self, const Memory *block, const char *other, uint64_t other_bytes) {
+    if (block->nbytes <= self->step_bytes || !overlap(block->address, block->nbytes, other, other_bytes))
+        return 0;
+    return (block->address - other) % (ptrdiff_t)block->nbytes != 0;
+}
+
+static int compare_addresses(const void *first, const void *second) {
+    const char *a = ((const Block *)first)->address, *b = ((const Block *)second)->address;
+    return (a > b) - (a < b);
+}
+
+/* Whether a list of a list has a separate tensor like `block` for each rank. The blocks are those of the call. */
+static int read_list(const PlainCalls *self, PyObject *lists, const Memory *block, Call *call) {
+    PyObject *list = single(lists);
+    if (list == NULL || !PyList_CheckExact(list) || PyList_Size(list) != self->size)
+        return 0;
+    size_t size = (size_t)self->size;
+    if (block->nbytes > self->whole_bytes / size)
+        return 0;
+    PyObject *tensors = PyList_GetSlice(list, 0, self->size);
+    CHECK(tensors != NULL);
+    keep(call, tensors);
+    Py_DECREF(tensors);
+    if (PyList_Size(tensors) != self->size)
+        return 0;
+    call->blocks = PyMem_Malloc(2 * size * sizeof(Block));
+    if (call->blocks == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int rank = 0; rank < self->size; rank++) {
+        Memory memory;
+        REQUIRE(read_tensor(self, PyList_GetItem(tensors, rank), &memory));
+        REQUIRE(memory.dtype == block->dtype && memory.nbytes == block->nbytes);
+        REQUIRE(!is_endangered(self, block, memory.address, memory.nbytes));
+        call->blocks[rank] = (Block){memory.address, memory.nbytes};
+    }
+    Block *sorted = call->blocks + size;
+    memcpy(sorted, call->blocks, size * sizeof(Block));
+    qsort(sorted, size, sizeof(Block), compare_addresses);
+    for (int rank = 1; rank < self->size; rank++)
+        if ((uint64_t)(sorted[rank].address - sorted[rank - 1].address) < block->nbytes)
+            return 0;
+    call->num_blocks = size;
+    return 1;
+}
+
+/* Whether the options have the class of the method, and their root, if it has one, is a rank. */
+static int read_options(const PlainCalls *self, PyObject *options, Call *call, int has_root) {
+    REQUIRE((PyObject *)Py_TYPE(options) == call->method->options);
+    call->root = -1;
+    if (!has_root)
+        return 1;
+    PyObject *root = PyObject_GetAttr(options, n_root);
+    CHECK(root != NULL);
+    long number = PyLong_AsLong(root);
+    Py_DECREF(root);
+    CHECK(number != -1 || !PyErr_Occurred());
+    call->root = (int)number;
+    return number >= 0 && number < self->size;
+}
+
+/* Whether the reduction is a sum or an average that the slots can compute. */
+static int read_reduction(const PlainCalls *self, PyObject *options, const Dtype *dtype, Call *call) {
+    PyObject *op = PyObject_GetAttr(options, n_reduce_op);
+    CHECK(op != NULL);
+    int is_sum = PyObject_RichCompareBool(op, sum, Py_EQ), is_average = 0;
+    if (is_sum == 0)
+        is_average = PyObject_RichCompareBool(op, average, Py_EQ);
+    Py_DECREF(op);
+    CHECK(is_sum >= 0 && is_average >= 0);
+    call->row = is_sum ? dtype->sum : is_average ? dtype->average : IMPOSSIBLE;
+    REQUIRE(call->row != IMPOSSIBLE);
+    uint64_t divisor = is_average ? (uint64_t)self->size : 1, root = call->root < 0 ? 0 : (uint64_t)call->root;
+    call->signature = (uint64_t)call->method->operation | (uint64_t)dtype->kind << KIND_SHIFT | root << ROOT_SHIFT |
+                      divisor << DIVISOR_SHIFT | dtype->code << DTYPE_SHIFT;
+    return 1;
+}
+
+/* The same for an operation that moves bytes. */
+static void read_movement(Call *call, const Dtype *dtype) {
+    uint64_t root = call->root < 0 ? 0 : (uint64_t)call->root;
+    call->row = NATIVE;
+    call->signature = (uint64_t)call->method->operation | (uint64_t)INT8 << KIND_SHIFT | root << ROOT_SHIFT |
+                      (uint64_t)1 << DIVISOR_SHIFT | dtype->code << DTYPE_SHIFT;
+}
+
+/* Select the algorithm; return 0 for the general path. */
+static int select_algorithm(const PlainCalls *self, Call *call) {
+    int is_above = call->nbytes >= self->least[call->method->operation][call->row];
+    call->uses_slots = is_above && self->above == SLOTS;
+    if (call->uses_slots)
+        return 1;
+    return !is_above && call->row == NATIVE && self->comm != 0 && call->num_blocks == 0 && call->count <= INT_MAX;
+}
+
+/* -- the calls of each operation -------------------------------------------------------------------------------- */
+
+static int prepare_allreduce(const PlainCalls *self, PyObject *const *args, Call *call) {
+    Memory tensor;
+    REQUIRE(read_options(self, args[1], call, 0));
+    REQUIRE(read_single(self, args[0], &tensor, call));
+    REQUIRE(read_reduction(self, args[1], tensor.dtype, call));
+    call->dtype = tensor.dtype, call->source = call->out = tensor.address;
+    call->count = call->numbers = tensor.count, call->nbytes = call->written = tensor.nbytes;
+    return select_algorithm(self, call);
+}
+
+static int prepare_reduce(const PlainCalls *self, PyObject *const *args, Call *call) {
+    Memory tensor;
+    REQUIRE(read_options(self, args[1], call, 1));
+    REQUIRE(read_single(self, args[0], &tensor, call));
+    REQUIRE(read_reduction(self, args[1], tensor.dtype, call));
+    call->dtype = tensor.dtype, call->source = call->out = tensor.address;
+    call->count = call->numbers = tensor.count, call->nbytes = tensor.nbytes;
+    call->written = self->rank == call->root ? tensor.nbytes : 0;
+    REQUIRE(select_algorithm(self, call));
+    return call->uses_slots || call->root == 0 || self->reduces_in_place;
+}
+
+static int prepare_reduce_scatter(const PlainCalls *self, PyObject *const *args, Call *call) {
+    Memory output, source;
+    REQUIRE(read_options(self, args[2], call, 0));
+    REQUIRE(read_kept(self, args[1], &source, call));
+    REQUIRE(read_kept(self, args[0], &output, call));
+    REQUIRE(are_blocks(self, &source, &output));
+    REQUIRE(read_reduction(self, args[2], output.dtype, call));
+    call->dtype = output.dtype, call->source = source.address, call->out = output.address;
+    call->count = source.count, call->nbytes = source.nbytes;
+    call->numbers = output.count, call->written = output.nbytes;
+    REQUIRE(select_algorithm(self, call));
+    int is_own_block = output.address == source.address + (uint64_t)self->rank * output.nbytes;
+    return (call->uses_slots && is_own_block) ||
+           !overlap(source.address, source.nbytes, output.address, output.nbytes);
+}
+
+static int prepare_broadcast(const PlainCalls *self, PyObject *const *args, Call *call) {
+    Memory tensor;
+    REQUIRE(read_options(self, args[1], call, 1));
+    REQUIRE(read_single(self, args[0], &tensor, call));
+    read_movement(call, tensor.dtype);
+    call->dtype = tensor.dtype, call->source = call->out = tensor.address;
+    call->count = tensor.count, call->numbers = call->nbytes = tensor.nbytes;
+    call->written = self->rank == call->root ? 0 : tensor.nbytes;
+    return select_algorithm(self, call);
+}
+
+static int prepare_all_gather_single(const PlainCalls *self, PyObject *const *args, Call *call) {
+    Memory output, source;
+    REQUIRE(read_options(self, args[2], call, 0));
+    REQUIRE(read_kept(self, args[0], &output, call));
+    REQUIRE(read_kept(self, args[1], &source, call));
+    REQUIRE(are_blocks(self, &output, &source));
+    read_movement(call, source.dtype);
+    call->dtype = source.dtype, call->source = source.address, call->out = output.address;
+    call->count = source.count, call->numbers = source.nbytes, call->nbytes = call->written = output.nbytes;
+    REQUIRE(select_algorithm(self, call));
+    return !call->uses_slots || !is_endangered(self, &source, output.address, output.nbytes);
+}
+
+static int prepare_allgather(const PlainCalls *self, PyObject *const *args, Call *call) {
+    Memory source;
+    REQUIRE(read_options(self, args[2], call, 0));
+    REQUIRE(read_single(self, args[1], &source, call));
+    read_movement(call, source.dtype);
+    call->signature |= LIST_BIT;
+    REQUIRE(read_list(self, args[0], &source, call));
+    call->dtype = source.dtype, call->source = source.address, call->out = (char *)call->blocks;
+    call->count = source.count * (uint64_t)self->size, call->nbytes = source.nbytes * (uint64_t)self->size;
+    call->numbers = call->written = source.nbytes;
+    return select_algorithm(self, call);
+}
+
+static int prepare_gather(const PlainCalls *self, PyObject *const *args, Call *call) {
+    Memory source;
+    REQUIRE(read_options(self, args[2], call, 1));
+    REQUIRE(read_single(self, args[1], &source, call));
+    read_movement(call, source.dtype);
+    call->signature |= LIST_BIT;
+    if (self->rank == call->root) {
+        REQUIRE(read_list(self, args[0], &source, call));
+        call->written = source.nbytes;
+    }
+    call->num_blocks = 1; /* MPI needs a copy of all blocks */
+    call->dtype = source.dtype, call->source = source.address, call->out = (char *)call->blocks;
+    call->count = source.count, call->numbers = source.nbytes;
+    return select_algorithm(self, call);
+}
+
+static int prepare_scatter(const PlainCalls *self, PyObject *const *args, Call *call) {
+    Memory output;
+    REQUIRE(read_options(self, args[2], call, 1));
+    REQUIRE(read_single(self, args[0], &output, call));
+    read_movement(call, output.dtype);
+    call->signature |= LIST_BIT;
+    call->source = output.address; /* NULL would mean: not on the host */
+    if (self->rank == call->root) {
+        REQUIRE(read_list(self, args[1], &output, call));
+        call->source = (char *)call->blocks;
+    }
+    call->num_blocks = 1;
+    call->dtype = output.dtype, call->out = output.address;
+    call->count = output.count, call->numbers = call->written = output.nbytes;
+    return select_algorithm(self, call);
+}
+
+/* Whether a tensor has at least one dimension, whose size is a multiple of the number of ranks. */
+static int has_rows(const PlainCalls *self, PyObject *tensor) {
+    PyObject *shape = PyObject_GetAttr(tensor, n_shape);
+    CHECK(shape != NULL);
+    long long rows = -1;
+    if (PyTuple_Size(shape) > 0)
+        rows = PyLong_AsLongLong(PyTuple_GetItem(shape, 0));
+    Py_DECREF(shape);
+    CHECK(!PyErr_Occurred());
+    return rows >= 0 && rows % self->size == 0;
+}
+
+/* Whether an argument is an empty list, an empty tuple or None. */
+static int is_empty(PyObject *object) {
+    return object == Py_None || (PyList_CheckExact(object) && PyList_Size(object) == 0) ||
+           (PyTuple_CheckExact(object) && PyTuple_Size(object) == 0);
+}
+
+static int prepare_all_to_all_single(const PlainCalls *self, PyObject *const *args, Call *call) {
+    Memory output, source;
+    REQUIRE(read_options(self, args[4], call, 0));
+    REQUIRE(is_empty(args[2]) && is_empty(args[3]));
+    REQUIRE(read_kept(self, args[0], &output, call));
+    REQUIRE(read_kept(self, args[1], &source, call));
+    REQUIRE(output.dtype == source.dtype && output.nbytes == source.nbytes);
+    REQUIRE(has_rows(self, args[0]));
+    REQUIRE(has_rows(self, args[1]));
+    REQUIRE(!overlap(output.address, output.nbytes, source.address, source.nbytes));
+    read_movement(call, source.dtype);
+    call->dtype = source.dtype, call->source = source.address, call->out = output.address;
+    call->count = source.count, call->nbytes = source.nbytes;
+    call->written = output.nbytes, call->numbers = output.nbytes / (uint64_t)self->size;
+    return select_algorithm(self, call);
+}
+
+/* -- running ---------------------------------------------------------------------------------------------------- */
+
+static int run_slots(PlainCalls *self, const Call *call) {
+    int status;
+    mpicomm_begin(self->slots, call->signature, call->source, call->out, call->numbers);
+    if (call->written <= QUICK_BYTES && call->nbytes <= QUICK_BYTES && mpicomm_all_have_begun(self->slots)) {
+        status = mpicomm_continue(self->slots);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        status = mpicomm_continue(self->slots);
+        Py_END_ALLOW_THREADS
+    }
+    while (status == WAITING) {
+        PyObject *result = PyObject_CallNoArgs(self->on_wait); /* also runs signal handlers */
+        CHECK(result != NULL);
+        Py_DECREF(result);
+        Py_BEGIN_ALLOW_THREADS
+        status = mpicomm_continue(self->slots);
+        Py_END_ALLOW_THREADS
+    }
+    if (status == DIFFERENT) {
+        PyObject *result = PyObject_CallNoArgs(self->explain);
+        Py_XDECREF(result);
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_SystemError, "the ranks call different operations");
+        return -1;
+    }
+    return status;
+}
+
+static int call_mpi(const PlainCalls *self, const Call *call) {
+    const Dtype *dtype = call->dtype;
+    const void *here = (const void *)in_place;
+    intptr_t count = (intptr_t)call->count, block = count / self->size;
+    switch (call->method->operation) {
+    case ALL_REDUCE:
+        return mpicomm_mpi.allreduce(here, call->out, count, dtype->arithmetic, mpi_sum, self->comm);
+    case REDUCE:
+        return mpicomm_mpi.reduce(self->rank == call->root ? here : call->source, call->out, count, dtype->arithmetic,
+                                  mpi_sum, call->root, self->comm);
+    case REDUCE_SCATTER:
+        return mpicomm_mpi.reduce_scatter_block(call->source, call->out, block, dtype->arithmetic, mpi_sum, self->comm);
+    case BROADCAST:
+        return mpicomm_mpi.bcast(call->out, count, dtype->carrier, call->root, self->comm);
+    case ALL_GATHER:
+        memmove(call->out + call->numbers * (uint64_t)self->rank, call->source, call->numbers);
+        return mpicomm_mpi.allgather(here, 0, dtype->carrier, call->out, count, dtype->carrier, self->comm);
+    default: /* ALL_TO_ALL */
+        return mpicomm_mpi.alltoall(call->source, block, dtype->carrier, call->out, block, dtype->carrier, self->comm);
+    }
+}
+
+static PyObject *mpi_exception;
+
+/* Run a call on this thread; -1 with an exception. The arguments are those of the method. */
+static int run(PlainCalls *self, const Call *call, PyObject *args, PyObject *results) {
+    if (call->uses_slots) {
+        int status = run_slots(self, call);
+        CHECK(status >= 0);
+        PyObject *result;
+        if (status == UNAVAILABLE) /* a rank's tensor is not on the host */
+            result = PyObject_CallFunction(self->run_by_mpi, "sO", call->method->name, args);
+        else if (call->written >= NOTED_BYTES)
+            result = PyObject_CallFunctionObjArgs(note_writes, results, NULL);
+        else
+            return 0;
+        CHECK(result != NULL);
+        Py_DECREF(result);
+        return 0;
+    }
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    error = call_mpi(self, call);
+    Py_END_ALLOW_THREADS
+    if (error != 0) {
+        PyObject *exception = PyObject_CallFunction(mpi_exception, "i", error);
+        if (exception != NULL) {
+            PyErr_SetObject(mpi_exception, exception);
+            Py_DECREF(exception);
+        }
+        return -1;
+    }
+    return 0;
+}
+
+/* -- a call in the queue ---------------------------------------------------------------------------------------- */
+
+/* A call that the group's queue runs, without arguments. */
+typedef struct {
+    PyObject_HEAD
+    PlainCalls *owner;
+    PyObject *args, *results;
+    Call call;
+} QueuedCall;
+
+static PyObject *queued_call_type;
+
+static PyObject *run_queued(PyObject *self, PyObject *args, PyObject *keywords) {
+    QueuedCall *queued = (QueuedCall *)self;
+    (void)args, (void)keywords;
+    if (run(queued->owner, &queued->call, queued->args, queued->results) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static void free_queued(PyObject *self) {
+    QueuedCall *queued = (QueuedCall *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    release(&queued->call);
+    Py_CLEAR(queued->owner);
+    Py_CLEAR(queued->args);
+    Py_CLEAR(queued->results);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyType_Slot queued_slots[] = {{Py_tp_call, run_queued}, {Py_tp_dealloc, free_queued}, {0, NULL}};
+static PyType_Spec queued_spec = {"mpicomm.native.hot_path.QueuedCall", sizeof(QueuedCall), 0, Py_TPFLAGS_DEFAULT,
+                                  queued_slots};
+
+/* Return a copy of the lists and the lists in them, which the caller may change. */
+static PyObject *copy_of(PyObject *object) {
+    if (!PyList_CheckExact(object))
+        return mpicomm_reference(object);
+    PyObject *copy = PyList_GetSlice(object, 0, PyList_Size(object));
+    for (Py_ssize_t i = 0; copy != NULL && i < PyList_Size(copy); i++) {
+        PyObject *item = copy_of(PyList_GetItem(copy, i));
+        if (item == NULL)
+            Py_CLEAR(copy);
+        else
+            PyList_SetItem(copy, i, item);
+    }
+    return copy;
+}
+
+static PyObject *tuple_of(PyObject *const *args, int number, int is_copied) {
+    PyObject *tuple = PyTuple_New(number);
+    for (int i = 0; tuple != NULL && i < number; i++) {
+        PyObject *item = is_copied ? copy_of(args[i]) : mpicomm_reference(args[i]);
+        if (item == NULL)
+            Py_CLEAR(tuple);
+        else
+            PyTuple_SetItem(tuple, i, item);
+    }
+    return tuple;
+}
+
+static PyObject *root_of(const Call *call) {
+    return call->root < 0 ? mpicomm_reference(Py_None) : PyLong_FromLong(call->root);
+}
+
+/* Queue a call; return its work. */
+static PyObject *queue_call(PlainCalls *self, Call *call, PyObject *const *args, PyObject *results) {
+    PyObject *work = NULL, *root = NULL;
+    QueuedCall *queued = PyObject_New(QueuedCall, (PyTypeObject *)queued_call_type);
+    if (queued == NULL)
+        return NULL;
+    queued->owner = (PlainCalls *)mpicomm_reference((PyObject *)self);
+    queued->call = *call;
+    call->kept[0] = call->kept[1] = NULL, call->blocks = NULL; /* they have moved */
+    queued->args = tuple_of(args, queued->call.method->arguments + 1, 1);
+    queued->results = copy_of(results);
+    root = root_of(call);
+    if (queued->args != NULL && queued->results != NULL && root != NULL)
+        work = PyObject_CallFunction(self->queue, "OOOKOOO", queued, call->method->recorded_name, call->dtype->dtype,
+                                     (unsigned long long)call->count, root, args[call->method->arguments],
+                                     queued->results);
+    Py_XDECREF(root);
+    Py_DECREF(queued);
+    return work;
+}
+
+/* -- a call on this thread -------------------------------------------------------------------------------------- */
+
+/* Whether nothing is queued, and this thread has the group's lock now. */
+static int take_turn(PlainCalls *self) {
+    GroupRecord *group = (GroupRecord *)self->group;
+    Py_ssize_t jobs = PyObject_Size(self->jobs), pending = PyList_Size(callbacks);
+    CHECK(jobs >= 0 && pending >= 0);
+    REQUIRE(jobs == 0 && pending == 0 && PyList_Size(message_threads) == 0);
+    REQUIRE(group->broken != NULL && PyUnicode_Check(group->broken) && PyUnicode_GetLength(group->broken) == 0);
+    REQUIRE(mpicomm_is_true(self->state, n_is_open));
+    PyObject *result = PyObject_CallFunctionObjArgs(self->acquire, Py_False, NULL);
+    CHECK(result != NULL);
+    Py_DECREF(result);
+    return result == Py_True;
+}
+
+static int end_turn(PlainCalls *self) {
+    PyObject *result = PyObject_CallNoArgs(self->release);
+    CHECK(result != NULL);
+    Py_DECREF(result);
+    return 0;
+}
+
+/* After an error: let the executor record it, which may replace it, and end the turn. */
+static void fail_turn(PlainCalls *self, CallRecord *record) {
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    PyObject *operation = record != NULL ? (PyObject *)record : Py_None;
+    PyObject *result = PyObject_CallFunctionObjArgs(self->fail, operation, error, NULL);
+    if (result != NULL) {
+        Py_DECREF(result);
+        PyErr_Restore(type, error, traceback);
+        return;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+}
+
+static PyObject *completed_work(PyObject *results) {
+    PyObject *work = PyObject_CallNoArgs(work_type);
+    if (work != NULL && PyObject_SetAttr(work, n_tensors, results) < 0)
+        Py_CLEAR(work);
+    return work;
+}
+
+static PyObject *run_now(PlainCalls *self, Call *call, PyObject *const *args, PyObject *results) {
+    const Method *method = call->method;
+    CallRecord *record = NULL;
+    PyObject *root = root_of(call), *tuple = NULL;
+    if (root != NULL)
+        record = mpicomm_record((GroupRecord *)self->group, (int)method->operation, method->recorded_name,
+                                call->dtype->dtype, call->count, root, args[method->arguments]);
+    Py_XDECREF(root);
+    if (record == NULL)
+        goto failed;
+    if (call->uses_slots && (tuple = tuple_of(args, method->arguments + 1, 0)) == NULL)
+        goto failed;
+    if (run(self, call, tuple, results) < 0 || mpicomm_end_record(record) < 0)
+        goto failed;
+    Py_XDECREF(tuple);
+    Py_DECREF(record);
+    return end_turn(self) < 0 ? NULL : completed_work(results);
+failed:
+    fail_turn(self, record);
+    Py_XDECREF(tuple);
+    Py_XDECREF(record);
+    return NULL;
+}
+
+/* Whether a profiler or a dispatch mode is active. */
+static int needs_general_path(void) {
+    int is_profiled = mpicomm_returns_true(is_profiling);
+    return is_profiled != 0 ? is_profiled : mpicomm_returns_true(active_modes);
+}
+
+typedef int (*Prepare)(const PlainCalls *, PyObject *const *, Call *);
+
+/* Run a call, or queue it; None for the general path. */
+static PyObject *submit(PlainCalls *self, PyObject *const *args, int index, Prepare prepare, PyObject *results) {
+    Call call = {.method = &methods[index]};
+    PyObject *work = NULL;
+    int result = needs_general_path();
+    result = result < 0 ? -1 : result > 0 ? 0 : prepare(self, args, &call);
+    if (result > 0) {
+        int is_async = mpicomm_is_true(args[call.method->arguments], n_async);
+        int has_turn = is_async ? 0 : take_turn(self);
+        if (is_async < 0 || has_turn < 0)
+            result = -1;
+        else
+            work = has_turn ? run_now(self, &call, args, results) : queue_call(self, &call, args, results);
+    }
+    release(&call);
+    return result == 0 ? mpicomm_reference(Py_None) : work;
+}
+
+/* Results: what the method writes on this rank, a new reference. */
+
+static PyObject *list_of(PyObject *tensor) {
+    PyObject *list = PyList_New(1);
+    if (list != NULL)
+        PyList_SetItem(list, 0, mpicomm_reference(tensor));
+    return list;
+}
+
+static PyObject *first_or_empty(PyObject *lists) {
+    PyObject *list = single(lists);
+    return list != NULL ? mpicomm_reference(list) : PyList_New(0);
+}
+
+#define DEFINE_METHOD(NAME, INDEX, RESULTS)                                                                            \
+    static PyObject *NAME(PyObject *self, PyObject *const *args, Py_ssize_t number) {                                  \
+        if (number != methods[INDEX].arguments + 1)                                                                    \
+            Py_RETURN_NONE;                                                                                            \
+        PyObject *results = RESULTS;                                                                                   \
+        if (results == NULL)                                                                                           \
+            return NULL;                                                                                               \
+        PyObject *work = submit((PlainCalls *)self, args, INDEX, prepare_##NAME, results);                             \
+        Py_DECREF(results);                                                                                            \
+        return work;                                                                                                   \
+    }
+
+DEFINE_METHOD(allreduce, M_ALLREDUCE, mpicomm_reference(args[0]))
+DEFINE_METHOD(reduce, M_REDUCE, mpicomm_reference(args[0]))
+DEFINE_METHOD(reduce_scatter, M_REDUCE_SCATTER, list_of(args[0]))
+DEFINE_METHOD(broadcast, M_BROADCAST, mpicomm_reference(args[0]))
+DEFINE_METHOD(all_gather_single, M_GATHER_SINGLE, list_of(args[0]))
+DEFINE_METHOD(allgather, M_ALLGATHER, first_or_empty(args[0]))
+DEFINE_METHOD(gather, M_GATHER, first_or_empty(args[0]))
+DEFINE_METHOD(scatter, M_SCATTER, mpicomm_reference(args[0]))
+DEFINE_METHOD(all_to_all_single, M_ALL_TO_ALL, list_of(args[0]))
+
+/* -- the type --------------------------------------------------------------------------------------------------- */
+
+static const char use_doc[] =
+    "use(rows)\n--\n\nUse MPI below the sizes of `rows`, and from them on the general path.\n\n"
+    "Args:\n    rows: For each operation, the smallest sizes in bytes for its native and for its converted form.";
+static const char use_slots_doc[] =
+    "use_slots(rows, address, step_bytes, on_wait, explain)\n--\n\nThe same, with slots from these sizes on.\n\n"
+    "Args:\n    address: Of the ctypes structure SlotState.\n    step_bytes: The largest block that moves in one step.\n"
+    "    on_wait: Called every millisecond while other ranks are late; may raise an exception.\n"
+    "    explain: Raises the error of ranks that call different operations.";
+
+static int take_rows(PlainCalls *self, PyObject *rows) {
+    for (int operation = 0; operation < NUM_OPERATIONS; operation++) {
+        unsigned long long native, converted;
+        PyObject *row = PySequence_GetItem(rows, operation);
+        CHECK(row != NULL);
+        int is_pair = PyArg_ParseTuple(row, "KK", &native, &converted);
+        Py_DECREF(row);
+        CHECK(is_pair);
+        self->least[operation][NATIVE] = native, self->least[operation][CONVERTED] = converted;
+    }
+    return 0;
+}
+
+static PyObject *use(PyObject *object, PyObject *args) {
+    PlainCalls *self = (PlainCalls *)object;
+    PyObject *rows;
+    if (!PyArg_ParseTuple(args, "O", &rows) || take_rows(self, rows) < 0)
+        return NULL;
+    self->above = GENERAL, self->slots = NULL;
+    Py_CLEAR(self->on_wait);
+    Py_CLEAR(self->explain);
+    Py_RETURN_NONE;
+}
+
+static PyObject *use_slots(PyObject *object, PyObject *args) {
+    PlainCalls *self = (PlainCalls *)object;
+    PyObject *rows, *on_wait, *explain;
+    unsigned long long address, step_bytes;
+    if (!PyArg_ParseTuple(args, "OKKOO", &rows, &address, &step_bytes, &on_wait, &explain) ||
+        take_rows(self, rows) < 0)
+        return NULL;
+    self->slots = (Group *)(uintptr_t)address, self->step_bytes = step_bytes, self->above = SLOTS;
+    mpicomm_replace(&self->on_wait, mpicomm_reference(on_wait));
+    mpicomm_replace(&self->explain, mpicomm_reference(explain));
+    Py_RETURN_NONE;
+}
+
+static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) {
+    PyObject *objects;
+    unsigned long long whole_bytes;
+    long long comm;
+    if (keywords != NULL && PyDict_Size(keywords) > 0) {
+        PyErr_SetString(PyExc_TypeError, "PlainCalls takes no keyword arguments");
+        return NULL;
+    }
+    PlainCalls *self = (PlainCalls *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == NULL)
+        return NULL;
+    if (!PyArg_ParseTuple(args, "O!iiKLp", &PyDict_Type, &objects, &self->rank, &self->size, &whole_bytes, &comm,
+                          &self->reduces_in_place) ||
+        mpicomm_take(objects, "group", &self->group) < 0 || mpicomm_take(objects, "state", &self->state) < 0 ||
+        mpicomm_take(objects, "jobs", &self->jobs) < 0 || mpicomm_take(objects, "acquire", &self->acquire) < 0 ||
+        mpicomm_take(objects, "release", &self->release) < 0 || mpicomm_take(objects, "queue", &self->queue) < 0 ||
+        mpicomm_take(objects, "fail", &self->fail) < 0 || mpicomm_take(objects, "run_by_mpi", &self->run_by_mpi) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->whole_bytes = whole_bytes, self->comm = (Handle)comm;
+    return (PyObject *)self; /* all sizes take the general path: the smallest sizes are 0 */
+}
+
+static PyObject **members_of(PyObject *self) { return &((PlainCalls *)self)->group; }
+#define NUM_MEMBERS 10
+
+static int traverse(PyObject *self, visitproc visit, void *arg) {
+    for (int i = 0; i < NUM_MEMBERS; i++)
+        Py_VISIT(members_of(self)[i]);
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+static int clear(PyObject *self) {
+    for (int i = 0; i < NUM_MEMBERS; i++)
+        Py_CLEAR(members_of(self)[i]);
+    return 0;
+}
+
+static void free_calls(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+#define METHOD(NAME, DOC) {#NAME, (PyCFunction)(void (*)(void))NAME, METH_FASTCALL, DOC}
+
+static PyMethodDef calls_methods[] = {
+    METHOD(allreduce, "All-reduce one tensor in place."),
+    METHOD(reduce, "Reduce one tensor in place on the root."),
+    {"reduce_scatter_single", (PyCFunction)(void (*)(void))reduce_scatter, METH_FASTCALL,
+     "Reduce a tensor of group size times the output; each rank receives its block."},
+    METHOD(broadcast, "Copy the root's tensor to all ranks."),
+    METHOD(all_gather_single, "Gather every rank's tensor into one tensor on every rank."),
+    METHOD(allgather, "Gather every rank's tensor into a list on every rank."),
+    METHOD(gather, "Gather every rank's tensor into a list on the root."),
+    METHOD(scatter, "Send one tensor of the root's list to each rank."),
+    METHOD(all_to_all_single, "Send each rank its rows of a tensor, in equal parts, and receive rows from all ranks."),
+    {"use", use, METH_VARARGS, use_doc},
+    {"use_slots", use_slots, METH_VARARGS, use_slots_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot calls_slots[] = {
+    {Py_tp_doc, "The collectives of one group on plain tensors.\n\n"
+                "Every method takes the arguments of the method of torch's process groups that has its name, and\n"
+                "returns the work; or None, without side effects, if the call needs the general path."},
+    {Py_tp_new, create},           {Py_tp_methods, calls_methods}, {Py_tp_traverse, traverse}, {Py_tp_clear, clear},
+    {Py_tp_dealloc, free_calls},   {0, NULL},
+};
+static PyType_Spec calls_spec = {"mpicomm.native.hot_path.PlainCalls", sizeof(PlainCalls), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, calls_slots};
+
+int mpicomm_add_plain_calls(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&calls_spec);
+    CHECK(type != NULL && (queued_call_type = PyType_FromSpec(&queued_spec)) != NULL);
+    CHECK(PyModule_AddObjectRef(module, "PlainCalls", type) == 0);
+    Py_DECREF(type);
+    return 0;
+}
+
+/* -- configuration ---------------------------------------------------------------------------------------------- */
+
+static int take_dtype(PyObject *row, Dtype *dtype) {
+    PyObject *object;
+    unsigned long long item, code;
+    long long arithmetic, carrier;
+    int sum_row, average_row;
+    CHECK(PyArg_ParseTuple(row, "OiKKiiLL", &object, &dtype->kind, &item, &code, &sum_row, &average_row, &arithmetic,
+                           &carrier));
+    dtype->dtype = mpicomm_reference(object);
+    dtype->item = item, dtype->code = code, dtype->sum = (Row)sum_row, dtype->average = (Row)average_row;
+    dtype->arithmetic = (Handle)arithmetic, dtype->carrier = (Handle)carrier;
+    return 0;
+}
+
+static int take_names(void) {
+    static const struct {
+        PyObject **place;
+        const char *text;
+    } names[] = {
+        {&n_dtype, "dtype"},         {&n_layout, "layout"},   {&n_is_cpu, "is_cpu"},    {&n_async, "asyncOp"},
+        {&n_reduce_op, "reduceOp"},  {&n_root, "rootRank"},   {&n_tensors, "tensors"},  {&n_is_open, "is_open"},
+        {&n_shape, "shape"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        CHECK((*names[i].place = mpicomm_name(names[i].text)) != NULL);
+    for (size_t i = 0; i < NUM_METHODS; i++)
+        CHECK((methods[i].recorded_name = mpicomm_name(methods[i].recorded)) != NULL);
+    return 0;
+}
+
+int mpicomm_configure_calls(PyObject *objects, PyObject *rows, PyObject *options, const char *mpi, long long sum_op,
+                            long long in_place_address) {
+    static const struct {
+        PyObject **place;
+        const char *name;
+    } taken[] = {
+        {&tensor_type, "tensor"},       {&parameter_type, "parameter"}, {&strided, "strided"},
+        {&sum, "sum"},                  {&average, "average"},          {&is_contiguous, "is_contiguous"},
+        {&is_neg, "is_neg"},            {&data_ptr, "data_ptr"},        {&numel, "numel"},
+        {&is_profiling, "is_profiling"}, {&active_modes, "active_modes"}, {&callbacks, "callbacks"},
+        {&message_threads, "message_threads"}, {&work_type, "work"},    {&note_writes, "note_writes"},
+        {&mpi_exception, "mpi_exception"},
+    };
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++)
+        CHECK(mpicomm_take(objects, taken[i].name, taken[i].place) == 0);
+    CHECK(take_names() == 0);
+    for (size_t i = 0; i < NUM_METHODS; i++)
+        CHECK(mpicomm_take(options, methods[i].name, &methods[i].options) == 0);
+    Py_ssize_t number = PySequence_Size(rows);
+    CHECK(number >= 0);
+    for (num_dtypes = 0; num_dtypes < number && num_dtypes < MAX_DTYPES; num_dtypes++) {
+        PyObject *row = PySequence_GetItem(rows, num_dtypes);
+        CHECK(row != NULL);
+        int result = take_dtype(row, &dtypes[num_dtypes]);
+        Py_DECREF(row);
+        CHECK(result == 0);
+    }
+    const char *missing = mpicomm_find_mpi(mpi);
+    if (missing != NULL) {
+        PyErr_Format(PyExc_OSError, "%s has no function %s", mpi, missing);
+        return -1;
+    }
+    mpi_sum = (Handle)sum_op, in_place = (Handle)in_place_address;
+    return 0;
+}

@@ -1,0 +1,40 @@
+/* The records of the flight recorder, as the hot path writes them. */
+
+#ifndef MPICOMM_RECORDS_H
+#define MPICOMM_RECORDS_H
+
+#include "extension.h"
+
+/* One call of an operation: the base of flight_recorder.Operation, which documents the fields. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *code, *instruction, *group, *is_message, *sequence, *name, *dtype, *count, *peer;
+    PyObject *number, *called_at, *start, *end, *limit_or_options, *tag, *message;
+} CallRecord;
+
+/* The state of a group: the base of flight_recorder.Group. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *sequence, *running, *broken, *timeout;
+} GroupRecord;
+
+/* Add the types to the module. */
+int mpicomm_add_record_types(PyObject *module);
+
+/* Take the objects of flight_recorder that a record needs, from a dict. */
+int mpicomm_configure_recorder(PyObject *objects);
+
+/* Record a collective that begins now, and whose call site is the caller of the running Python function.
+
+   kind: a small number of the operation, for the cache of call sites
+   peer: the root, or None
+   options: torch's options of the call, with its timeout
+
+   Returns a new reference; NULL with an exception. */
+CallRecord *mpicomm_record(GroupRecord *group, int kind, PyObject *name, PyObject *dtype, uint64_t count,
+                           PyObject *peer, PyObject *options);
+
+/* Record that the operation has completed. */
+int mpicomm_end_record(CallRecord *record);
+
+#endif
