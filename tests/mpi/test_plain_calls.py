@@ -34,6 +34,10 @@ OPERATIONS = [
 ]  # fmt: skip
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
 def tensors_after(name: str, dtype: torch.dtype, *, is_strided: bool) -> list[torch.Tensor]:
     """Run an operation and return all its tensors; those that are not dense take the general path."""
     rank, size, gap = dist.get_rank(), dist.get_world_size(), 2 if is_strided else 1
@@ -148,12 +152,16 @@ def test_numbers_of_calls_are_those_of_the_group() -> None:
 def test_arguments_that_do_not_qualify_are_left_to_the_general_path() -> None:
     plain, opts = dist.group.WORLD._plain, torch_internals.AllreduceOptions()  # type: ignore[union-attr]
     tensor = torch.ones(2)
+    dist.all_reduce(tensor)  # the first call opens the shared memory
+    work = plain.allreduce([tensor], opts)
+    assert work is not None
+    work.wait()
     for arguments in (
         (), ([tensor],), ([tensor], None), ([tensor], opts, 1), (tensor, opts), ((tensor,), opts), ([], opts),
         ([tensor, tensor], opts), ([None], opts), ([1.0], opts), ([tensor], torch_internals.BroadcastOptions()),
         ([torch.ones(2, device="meta")], opts), ([torch.ones(0)], opts), ([torch.ones(2, dtype=torch.complex64)], opts),
         ([torch.ones(2).to_sparse()], opts), ([torch.ones(4)[::2]], opts),
-        ([torch.ones(1, dtype=torch.complex64).conj().imag], opts),
+        ([torch.ones(1, dtype=torch.complex64).conj().imag], opts), ([torch.ones(2).as_subclass(Subclass)], opts),
     ):  # fmt: skip
         assert plain.allreduce(*arguments) is None
     with pytest.raises(TypeError):

@@ -25,8 +25,8 @@ MUTANTS = [
         old="type == tensor_type || type == parameter_type",
         new="PyType_IsSubtype(Py_TYPE(tensor), (PyTypeObject *)tensor_type)",
         fault="A plain call takes the attributes of a subclass of tensors for those of its memory.",
-        tests="tests/features/test_dispatcher.py",
-        ranks=4,
+        tests="tests/mpi/test_plain_calls.py -k arguments",
+        ranks=2,
     ),
     Mutant(
         "plain_calls.c",
