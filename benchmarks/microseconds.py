@@ -1,11 +1,11 @@
-"""Latency breakdown of a small all_reduce: `mpirun -n 2 python -m benchmarks.microseconds`.
+"""Latency of small operations, and of the parts of an all_reduce: `mpirun -n 2 python -m benchmarks.microseconds`.
 
 Rank 0 writes docs/results/microseconds-<ranks>-<MPI>.json.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,23 +16,45 @@ import mpicomm
 from benchmarks import rank_results
 from mpicomm import mpi
 from mpicomm.backend.execution.work import CompletedWork
-from mpicomm.bench import timing
+from mpicomm.bench import compared_backends, sweep, timing
+from mpicomm.bench.compared_backends import ASYNCHRONOUS, MPI4PY, NOTHING, OURS
+from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
 
 ROUNDS = 21
+SIZES = (4, 2**10)
 _TORCH = "of it torch, with a no-op group"
 
 
 def main() -> None:
-    """Measure each part separately, in interleaved rounds, and write the mean time per call of the fastest rounds."""
+    """Measure in interleaved rounds, and write the mean time per call of the fastest and of the median rounds."""
     world = mpicomm.bootstrap("mpi")
     assert world.comm is not None
-    parts = _parts(world.comm)
-    times = timing.in_turn(timing.on_ranks_of(world, ROUNDS), parts, times_calls=False)
-    found = {name: each.least for name, each in times.items()}
+    bench = timing.on_ranks_of(world, ROUNDS, seconds=0.02)
+    times = timing.in_turn(bench, _parts(world.comm), times_calls=False)
+    us = {name: round(each.least, 2) for name, each in times.items()}
+    backends = compared_backends.make([MPI4PY, NOTHING, OURS, ASYNCHRONOUS], world)
+    rows = [_row(case, bench, backends) for case in _cases(world)]
     if world.rank == 0:
-        us = {name: round(microseconds, 2) for name, microseconds in found.items()}
-        what = "microseconds of a call, a sum of zeros; the fastest round"
-        rank_results.write(f"microseconds-{world.size}", world.size, what, us=us)
+        what = "microseconds of a call, a sum of zeros; `us`: the fastest round, `operations`: the median round"
+        rank_results.write(f"microseconds-{world.size}", world.size, what, us=us, operations=rows)
+
+
+def _cases(world: mpicomm.World) -> list[Case]:
+    names = [name for name in OPERATIONS if not name.endswith("_avg")]
+    every = sweep.cases(names, SIZES, [torch.float32], torch.device("cpu"), world)
+    return [case for case in every if not case.in_place or OPERATIONS[case.name].places == (True,)]
+
+
+def _row(case: Case, bench: timing.Bench, backends: Mapping[str, compared_backends.Backend]) -> dict[str, Any]:
+    """Return the times of an operation with each backend, and what this package adds to torch and MPI (collective)."""
+    operation = MeasuredOperation(case)
+    calls = {name: backend(operation, False) for name, backend in backends.items()}
+    times = timing.in_turn(bench, calls, times_calls=False)
+    us = {name: each.median / operation.kind.repeats for name, each in times.items()}
+    added = us[OURS] - us[MPI4PY] - us[NOTHING]
+    return {"operation": case.name, "bytes": case.nbytes} | {
+        name: round(value, 2) for name, value in {**us, "added": added}.items()
+    }
 
 
 def _parts(comm: Any) -> dict[str, Callable[[], Any]]:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpicomm import torch_internals
 from mpicomm.backend import registration
 from mpicomm.backend.execution.work import CompletedWork
+from mpicomm.backend.operations import TABLE
 from mpicomm.bench.measured_operations import MeasuredOperation
 from mpicomm.errors import LaunchError
 from mpicomm.job import plan
@@ -111,13 +113,16 @@ def _by_mpi4py(comm: Any) -> Backend:
 
 
 def _without_communication(group: Any) -> Any:
-    """Replace the collectives that DDP and FSDP call on a group by no-ops."""
+    """Replace the operations of a group by no-ops."""
 
-    def nothing(tensors: Any, *_others: Any) -> dist.Work:
+    def nothing(tensors: Any = (), *_others: Any, **_keywords: Any) -> dist.Work:
         work = CompletedWork()
-        work.tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        work.tensors = tensors if isinstance(tensors, list) else [tensors]
         return work
 
-    for name in ("allreduce", "_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"):
+    for operation in TABLE:
+        for name in (operation.method, torch_internals.RENAMED.get(operation.method, operation.method)):
+            setattr(group, name, nothing)
+    for name in ("send", "recv", "barrier"):
         setattr(group, name, nothing)
     return group

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import mpicomm
@@ -15,7 +16,11 @@ Make = Callable[..., dist.ProcessGroup]
 
 @pytest.fixture(scope="session", autouse=True)
 def started_world(world: mpicomm.World) -> None:
-    """Start the world for all tests, including those that do not request it."""
+    """Start the world for all tests, including those that do not request it, and open its shared memory.
+
+    A program's calls on plain tensors take the extension module after the first one, which opens the memory.
+    """
+    dist.all_reduce(torch.ones(1))
 
 
 @pytest.fixture

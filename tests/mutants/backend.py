@@ -41,7 +41,7 @@ MUTANTS = [
         old="if (block->nbytes <= self->step_bytes || !overlap(block->address, block->nbytes, other, other_bytes))",
         new="if (1)",
         fault="all_gather of a part of its own output, which is no block of it, reads overwritten elements.",
-        tests="tests/mpi/test_slots.py",
+        tests="tests/mpi/test_plain_calls.py -k part_of_its_output",
         ranks=2,
     ),
     Mutant(
@@ -49,7 +49,7 @@ MUTANTS = [
         old="< block->nbytes)\n            return 0;",
         new="< block->nbytes)\n            return 1;",
         fault="gather writes two ranks' tensors to the same memory instead of raising an error.",
-        tests="tests/mpi/test_misuse.py",
+        tests="tests/mpi/test_plain_calls.py -k lists_and_overlaps",
         ranks=2,
     ),
     Mutant(
@@ -57,7 +57,7 @@ MUTANTS = [
         old="return rows >= 0 && rows % self->size == 0;",
         new="return rows >= 0;",
         fault="all_to_all_single cuts rows whose number is no multiple of the number of ranks.",
-        tests="tests/mpi/test_all_to_all.py tests/mpi/test_misuse.py",
+        tests="tests/mpi/test_plain_calls.py -k lists_and_overlaps",
         ranks=4,
     ),
     Mutant(
@@ -97,7 +97,7 @@ MUTANTS = [
         old="return is_profiled != 0 ? is_profiled : mpicomm_returns_true(active_modes);",
         new="return mpicomm_returns_true(active_modes);",
         fault="torch's profiler does not show plain calls.",
-        tests="tests/features -k profiler",
+        tests="tests/mpi/test_more_methods.py -k profile",
         ranks=4,
     ),
     Mutant(
@@ -121,7 +121,7 @@ MUTANTS = [
         old="    if (status == DIFFERENT) {",
         new="    if (0) {",
         fault="Ranks that make different plain calls get results of some of them, without an error.",
-        tests="tests/mpi/test_slots.py -k different_calls",
+        tests="tests/mpi/test_plain_calls.py -k different_plain_calls",
         ranks=2,
     ),
     Mutant(
@@ -129,7 +129,7 @@ MUTANTS = [
         old="if (status == UNAVAILABLE)",
         new="if (0)",
         fault="A tensor keeps its content if another rank's tensor is on a GPU.",
-        tests="tests/mpi/test_gpu_transport.py -k take_part_together",
+        tests="tests/mpi/test_plain_calls.py -k not_on_the_host",
         ranks=2,
     ),
     Mutant(
@@ -137,7 +137,7 @@ MUTANTS = [
         old="else if (call->written >= NOTED_BYTES)",
         new="else if (0)",
         fault="A gradient is computed with the values that a plain call has written over those of the forward pass.",
-        tests="tests/mpi/test_slots.py",
+        tests="tests/mpi/test_plain_calls.py -k autograd",
         ranks=2,
     ),
     Mutant(
@@ -152,8 +152,8 @@ MUTANTS = [
         "plain_calls.c",
         old="    call->kept[call->kept[0] != NULL] = mpicomm_reference(object);\n",
         new="    (void)call, (void)object;\n",
-        fault="The tensors of a queued plain call are freed before it runs.",
-        tests="tests/mpi/test_plain_calls.py -k stay_alive",
+        fault="A tensor is freed during a plain call, if another thread removes it from the list of the caller.",
+        tests="tests/mpi/test_plain_calls.py -k another_thread_changes",
         ranks=2,
     ),
     Mutant(
@@ -161,7 +161,7 @@ MUTANTS = [
         old="    queued->results = copy_of(results);\n",
         new="    queued->results = mpicomm_reference(results);\n",
         fault="The result of a queued operation is the caller's list, which the caller may have changed.",
-        tests="tests/mpi/test_async.py -k test_the_lists_of_a_queued_operation",
+        tests="tests/mpi/test_plain_calls.py -k not_the_list_of_the_caller",
         ranks=4,
     ),
     Mutant(
@@ -175,7 +175,7 @@ MUTANTS = [
         "Executor._fail_plain",
         old="self._state.fail(operation, error)",
         fault="A group remains usable after a plain call has failed.",
-        tests="tests/mpi/test_shm.py -k different_calls",
+        tests="tests/mpi/test_plain_calls.py -k different_plain_calls",
         ranks=4,
     ),
     # -- native/records.c -----------------------------------------------------------------------------------
@@ -215,7 +215,8 @@ MUTANTS = [
         old="if (remember_thread() < 0)",
         new="if (0)",
         fault="A rank exits while its plain call on another thread still runs.",
-        tests="tests/launch/test_exit.py",
+        tests="tests/mpi/test_plain_calls.py -k is_known",
+        ranks=2,
     ),
     # -- repairs --------------------------------------------------------------------------------------------
     Mutant(
