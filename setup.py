@@ -6,10 +6,19 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("mpicomm/native")
 LIBRARY = ["slots.c", "crash.c", "source_crc.c"]
 """The sources that need no headers of Python, and are used by ctypes."""
+
+
+class BuildLibrary(build_ext):
+    """Builds a file that depends neither on the version of Python nor on its kind; one without a GIL only loads it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the path of the file."""
+        return fullname.replace(".", "/") + ".abi3.so"
 
 
 class Wheel(bdist_wheel):
@@ -49,5 +58,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"bdist_wheel": Wheel},
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel},
 )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mpicomm import mpi, torch_internals
 from mpicomm.backend.execution import future_callbacks
 from mpicomm.backend.execution.executor import Executor
-from mpicomm.backend.execution.work import CompletedWork
+from mpicomm.backend.execution.work import CompletedWork, EarlyWork
 from mpicomm.backend.gpu.transport import DIRECT
 from mpicomm.backend.operations import TABLE
 from mpicomm.backend.transfer import dtypes, mpi_calls, reductions
@@ -43,17 +43,19 @@ def create(executor: Executor) -> Any:
     if PlainCalls is None or not executor.takes_plain_calls:
         return None
     comm = executor.comm
-    _configure(comm.size)
+    if not _is_configured():
+        return None
     objects = executor.parts_of_plain_calls()
-    objects["run_by_mpi"] = functools.partial(_run_by_mpi, DenseCollectives(comm, only_mpi))
+    objects["run_by_mpi"] = functools.partial(_run_on, DenseCollectives(comm, only_mpi))
+    objects["run_general"] = functools.partial(_run_on, executor.dense)
     whole_bytes = min(executor.transport.whole_bytes, sys.maxsize)
     plain = PlainCalls(objects, comm.rank, comm.size, int(whole_bytes), _handle(comm), mpi_calls.reduces_in_place())
     executor.algorithms.publish_to(plain)
     return plain
 
 
-def _run_by_mpi(dense: DenseCollectives, method: str, args: Sequence[Any]) -> None:
-    """Run a call for which slots cannot be used, since another rank's tensor is not on the host."""
+def _run_on(dense: DenseCollectives, method: str, args: Sequence[Any]) -> None:
+    """Run a call in Python, for example by MPI if another rank's tensor is not on the host."""
     row = _ROWS[method]
     arguments, opts = row.bind(args, {})
     collective = row.describe(dense, opts, arguments)
@@ -62,8 +64,8 @@ def _run_by_mpi(dense: DenseCollectives, method: str, args: Sequence[Any]) -> No
 
 
 @functools.cache
-def _configure(size: int) -> None:
-    """Pass the objects of torch and MPI to the extension module; the descriptions of dtypes depend on no group."""
+def _is_configured() -> bool:
+    """Pass the objects of torch and MPI to the extension module; return whether it can find MPI's functions."""
     api = mpi.api()
     objects = {
         "tensor": torch.Tensor,
@@ -79,16 +81,21 @@ def _configure(size: int) -> None:
         "active_modes": torch_internals.active_modes,
         "callbacks": future_callbacks.pending,
         "message_threads": future_callbacks.message_threads,
-        "work": CompletedWork,
+        "completed_work": CompletedWork,
+        "early_work": EarlyWork,
         "note_writes": note_writes,
         "mpi_exception": api.Exception,
     }
     options = {name: _ROWS[name].options for name in _ROWS if hasattr(PlainCalls, name)}
-    rows = [_describe(dtype, size) for dtype in _DTYPES]
-    extension.module().configure(objects, rows, options, api.__file__, _handle(api.SUM), int(api.IN_PLACE))
+    rows = [_describe(dtype) for dtype in _DTYPES]
+    try:
+        extension.module().configure(objects, rows, options, api.__file__, _handle(api.SUM), int(api.IN_PLACE))
+    except OSError:
+        return False
+    return True
 
 
-def _describe(dtype: torch.dtype, size: int) -> tuple[object, ...]:
+def _describe(dtype: torch.dtype) -> tuple[object, ...]:
     """Return the description of a dtype for the extension module."""
     kind = c_library.KINDS.get(dtype, (c_library.BYTES, 1))[0]
     arithmetic = dtypes.arithmetic(dtype)
@@ -97,17 +104,17 @@ def _describe(dtype: torch.dtype, size: int) -> tuple[object, ...]:
         kind,
         dtype.itemsize,
         c_library.dtype_code(dtype),
-        _row("SUM", dtype, size),
-        _row("AVG", dtype, size),
+        _row("SUM", dtype),
+        _row("AVG", dtype),
         0 if arithmetic is None else _handle(arithmetic),
         _handle(dtypes.carrier(dtype)),
     )
 
 
-def _row(name: str, dtype: torch.dtype, size: int) -> int:
-    """Return how MPI computes a reduction, if slots can compute it."""
+def _row(name: str, dtype: torch.dtype) -> int:
+    """Return how MPI computes a reduction in a group of several ranks, if slots can compute it."""
     try:
-        reduction = reductions.reduction_for(getattr(dist.ReduceOp, name), dtype, size, "all_reduce")
+        reduction = reductions.reduction_for(getattr(dist.ReduceOp, name), dtype, 2, "all_reduce")
     except ValueError:
         return _IMPOSSIBLE
     if not reduction.uses_slots:
@@ -121,4 +128,5 @@ def _handle(value: Any) -> int:
     handle = api._handleof(value)
     if api._sizeof(value) > 4:
         return handle
+    handle &= 0xFFFFFFFF  # mpi4py may extend the sign of an int
     return handle - (1 << 32) if handle >= 1 << 31 else handle

@@ -4,10 +4,6 @@
 #include "plain_calls.h"
 #include "records.h"
 
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "mpicomm supports little-endian processors only"
-#endif
-
 PyObject *mpicomm_name(const char *text) { return PyUnicode_InternFromString(text); }
 
 int mpicomm_take(PyObject *objects, const char *name, PyObject **place) {

@@ -14,8 +14,11 @@
 
 #define NUM_OPERATIONS 8
 #define MAX_DTYPES 16
+#define MAX_ARGUMENTS 5
 #define NOTED_BYTES (1 << 17)  /* from this size on, autograd is notified of a write; it takes about a microsecond */
 #define QUICK_BYTES 4096       /* up to this size, a call that need not wait keeps the GIL */
+#define EAGER_BYTES 16384      /* up to this size, an asynchronous call gives its contribution before it returns */
+#define KEPT_ELEMENTS 64       /* as _MAX_KEPT_ELEMENTS of the executor */
 #define LIST_BIT ((uint64_t)1 << LIST_SHIFT)
 
 typedef enum { NATIVE, CONVERTED, IMPOSSIBLE } Row; /* how MPI computes a reduction: as it is, or after conversions */
@@ -52,7 +55,7 @@ typedef struct {
     uint64_t nbytes;             /* of the larger tensor; 0 if not all ranks know it */
     uint64_t written;            /* bytes of each tensor that this rank writes */
     Row row;
-    int root, uses_slots;
+    int root, uses_slots, has_begun;
     char *source, *out;
     Block *blocks; /* owned, as the references to the tensors, which another thread may drop during the call */
     uint64_t num_blocks;
@@ -62,7 +65,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     /* objects of the group's executor */
-    PyObject *group, *state, *jobs, *acquire, *release, *queue, *fail, *run_by_mpi;
+    PyObject *group, *executor, *state, *jobs, *acquire, *release, *queue, *fail, *run_by_mpi, *run_general, *keep_work;
     /* of its slots */
     PyObject *on_wait, *explain;
     Group *slots;
@@ -78,9 +81,9 @@ typedef enum { GENERAL, SLOTS } Above; /* how calls of larger sizes run: by the 
 
 static PyObject *tensor_type, *parameter_type, *strided, *sum, *average;
 static PyObject *is_contiguous, *is_neg, *data_ptr, *numel;
-static PyObject *is_profiling, *active_modes, *callbacks, *message_threads, *work_type, *note_writes;
+static PyObject *is_profiling, *active_modes, *callbacks, *message_threads, *completed_work, *early_work, *note_writes;
 static PyObject *n_dtype, *n_layout, *n_is_cpu, *n_async, *n_reduce_op, *n_root, *n_tensors, *n_is_open;
-static PyObject *n_shape;
+static PyObject *n_shape, *n_queue;
 static Dtype dtypes[MAX_DTYPES];
 static int num_dtypes;
 static Handle mpi_sum, in_place;
@@ -358,7 +361,9 @@ static int prepare_all_gather_single(const PlainCalls *self, PyObject *const *ar
     call->dtype = source.dtype, call->source = source.address, call->out = output.address;
     call->count = source.count, call->numbers = source.nbytes, call->nbytes = call->written = output.nbytes;
     REQUIRE(select_algorithm(self, call));
-    return !call->uses_slots || !is_endangered(self, &source, output.address, output.nbytes);
+    if (!call->uses_slots) /* the general path compares the same number */
+        return output.count <= INT_MAX;
+    return !is_endangered(self, &source, output.address, output.nbytes);
 }
 
 static int prepare_allgather(const PlainCalls *self, PyObject *const *args, Call *call) {
@@ -444,31 +449,68 @@ static int prepare_all_to_all_single(const PlainCalls *self, PyObject *const *ar
 
 /* -- running ---------------------------------------------------------------------------------------------------- */
 
-static int run_slots(PlainCalls *self, const Call *call) {
+/* Whether a call in slots takes one step, and all of its tensors are small. */
+static int is_small(const PlainCalls *self, const Call *call, uint64_t bytes) {
+    uint64_t moved = call->numbers * call->dtype->item;
+    return call->nbytes <= bytes && call->written <= bytes && moved <= bytes && moved <= self->step_bytes;
+}
+
+/* Whether other ranks' blocks may be larger than that of this rank. */
+static int may_differ(const Call *call) {
+    return call->method->operation == GATHER || call->method->operation == SCATTER;
+}
+
+/* Call a method of the slots. */
+static int call_slots(PyObject *method) {
+    PyObject *result = PyObject_CallNoArgs(method);
+    CHECK(result != NULL);
+    Py_DECREF(result);
+    return 0;
+}
+
+/* Run a call in slots; return how it ended. `on_wait` and `explain` keep the slots alive. */
+static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on_wait, PyObject *explain) {
     int status;
-    mpicomm_begin(self->slots, call->signature, call->source, call->out, call->numbers);
-    if (call->written <= QUICK_BYTES && call->nbytes <= QUICK_BYTES && mpicomm_all_have_begun(self->slots)) {
-        status = mpicomm_continue(self->slots);
+    if (!call->has_begun)
+        mpicomm_begin(slots, call->signature, call->source, call->out, call->numbers);
+    else
+        slots->source = call->source, slots->out = call->out; /* the tensors may have other memory now */
+    if (is_small(self, call, QUICK_BYTES) && !may_differ(call) && mpicomm_all_have_begun(slots)) {
+        status = mpicomm_continue(slots);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        status = mpicomm_continue(self->slots);
+        status = mpicomm_continue(slots);
         Py_END_ALLOW_THREADS
     }
     while (status == WAITING) {
-        PyObject *result = PyObject_CallNoArgs(self->on_wait); /* also runs signal handlers */
-        CHECK(result != NULL);
-        Py_DECREF(result);
+        if (self->slots != slots) {
+            PyErr_SetString(PyExc_RuntimeError, "the group was destroyed during the operation.\n"
+                                                "Destroy it when no thread uses it.");
+            return -1;
+        }
+        CHECK(call_slots(on_wait) == 0); /* also runs signal handlers */
         Py_BEGIN_ALLOW_THREADS
-        status = mpicomm_continue(self->slots);
+        status = mpicomm_continue(slots);
         Py_END_ALLOW_THREADS
     }
     if (status == DIFFERENT) {
-        PyObject *result = PyObject_CallNoArgs(self->explain);
-        Py_XDECREF(result);
-        if (!PyErr_Occurred())
+        if (call_slots(explain) == 0)
             PyErr_SetString(PyExc_SystemError, "the ranks call different operations");
         return -1;
     }
+    return status;
+}
+
+static int run_slots(PlainCalls *self, const Call *call) {
+    if (self->slots == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the group was destroyed before the operation.\n"
+                                            "Destroy it when no thread uses it.");
+        return -1;
+    }
+    PyObject *on_wait = mpicomm_reference(self->on_wait), *explain = mpicomm_reference(self->explain);
+    int status = run_in(self, self->slots, call, on_wait, explain);
+    Py_DECREF(on_wait);
+    Py_DECREF(explain);
     return status;
 }
 
@@ -501,15 +543,16 @@ static int run(PlainCalls *self, const Call *call, PyObject *args, PyObject *res
     if (call->uses_slots) {
         int status = run_slots(self, call);
         CHECK(status >= 0);
-        PyObject *result;
-        if (status == UNAVAILABLE) /* a rank's tensor is not on the host */
-            result = PyObject_CallFunction(self->run_by_mpi, "sO", call->method->name, args);
-        else if (call->written >= NOTED_BYTES)
-            result = PyObject_CallFunctionObjArgs(note_writes, results, NULL);
-        else
-            return 0;
-        CHECK(result != NULL);
-        Py_DECREF(result);
+        if (status == UNAVAILABLE) { /* a rank's tensor is not on the host */
+            PyObject *result = PyObject_CallFunction(self->run_by_mpi, "sO", call->method->name, args);
+            CHECK(result != NULL);
+            Py_DECREF(result);
+        }
+        if (call->written >= NOTED_BYTES) {
+            PyObject *result = PyObject_CallFunctionObjArgs(note_writes, results, NULL);
+            CHECK(result != NULL);
+            Py_DECREF(result);
+        }
         return 0;
     }
     int error;
@@ -529,28 +572,43 @@ static int run(PlainCalls *self, const Call *call, PyObject *args, PyObject *res
 
 /* -- a call in the queue ---------------------------------------------------------------------------------------- */
 
+typedef int (*Prepare)(const PlainCalls *, PyObject *const *, Call *);
+
 /* A call that the group's queue runs, without arguments. */
 typedef struct {
     PyObject_HEAD
     PlainCalls *owner;
-    PyObject *args, *results;
-    Call call;
+    PyObject *args, *results; /* copies of the lists */
+    const Method *method;
+    Prepare prepare;
+    int has_begun;
 } QueuedCall;
 
 static PyObject *queued_call_type;
 
 static PyObject *run_queued(PyObject *self, PyObject *args, PyObject *keywords) {
     QueuedCall *queued = (QueuedCall *)self;
+    PyObject *tensors[MAX_ARGUMENTS], *result = NULL;
+    Call call = {.method = queued->method, .has_begun = queued->has_begun};
     (void)args, (void)keywords;
-    if (run(queued->owner, &queued->call, queued->args, queued->results) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    for (int i = 0; i <= queued->method->arguments; i++)
+        if ((tensors[i] = PyTuple_GetItem(queued->args, i)) == NULL)
+            return NULL;
+    int is_plain = queued->prepare(queued->owner, tensors, &call); /* again: their memory may have moved */
+    if (is_plain > 0 && run(queued->owner, &call, queued->args, queued->results) == 0)
+        result = mpicomm_reference(Py_None);
+    else if (is_plain == 0 && queued->has_begun)
+        PyErr_SetString(PyExc_RuntimeError, "a tensor was changed during an operation that uses it.\n"
+                                            "Call wait() on the work of the operation first.");
+    else if (is_plain == 0)
+        result = PyObject_CallFunction(queued->owner->run_general, "sO", queued->method->name, queued->args);
+    release(&call);
+    return result;
 }
 
 static void free_queued(PyObject *self) {
     QueuedCall *queued = (QueuedCall *)self;
     PyTypeObject *type = Py_TYPE(self);
-    release(&queued->call);
     Py_CLEAR(queued->owner);
     Py_CLEAR(queued->args);
     Py_CLEAR(queued->results);
@@ -594,15 +652,15 @@ static PyObject *root_of(const Call *call) {
 }
 
 /* Queue a call; return its work. */
-static PyObject *queue_call(PlainCalls *self, Call *call, PyObject *const *args, PyObject *results) {
+static PyObject *queue_call(PlainCalls *self, const Call *call, Prepare prepare, PyObject *const *args,
+                            PyObject *results) {
     PyObject *work = NULL, *root = NULL;
     QueuedCall *queued = PyObject_New(QueuedCall, (PyTypeObject *)queued_call_type);
     if (queued == NULL)
         return NULL;
     queued->owner = (PlainCalls *)mpicomm_reference((PyObject *)self);
-    queued->call = *call;
-    call->kept[0] = call->kept[1] = NULL, call->blocks = NULL; /* they have moved */
-    queued->args = tuple_of(args, queued->call.method->arguments + 1, 1);
+    queued->method = call->method, queued->prepare = prepare, queued->has_begun = call->has_begun;
+    queued->args = tuple_of(args, call->method->arguments + 1, 1);
     queued->results = copy_of(results);
     root = root_of(call);
     if (queued->args != NULL && queued->results != NULL && root != NULL)
@@ -644,33 +702,48 @@ static void fail_turn(PlainCalls *self, CallRecord *record) {
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback != NULL)
         PyException_SetTraceback(error, traceback);
-    PyObject *operation = record != NULL ? (PyObject *)record : Py_None;
-    PyObject *result = PyObject_CallFunctionObjArgs(self->fail, operation, error, NULL);
+    PyObject *result = Py_None;
+    if (record != NULL && record->start != NULL)
+        result = PyObject_CallFunctionObjArgs(self->fail, (PyObject *)record, error, NULL);
     if (result != NULL) {
-        Py_DECREF(result);
+        if (result != Py_None)
+            Py_DECREF(result);
         PyErr_Restore(type, error, traceback);
-        return;
+    } else {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
     }
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
+    PyErr_Fetch(&type, &error, &traceback); /* the rest must happen, also after a signal handler's exception */
+    if (record != NULL && mpicomm_end_record(record) < 0)
+        PyErr_Clear();
+    if (end_turn(self) < 0)
+        PyErr_Clear();
+    PyErr_Restore(type, error, traceback);
 }
 
-static PyObject *completed_work(PyObject *results) {
-    PyObject *work = PyObject_CallNoArgs(work_type);
+static PyObject *work_of(PyObject *type, PyObject *results) {
+    PyObject *work = PyObject_CallNoArgs(type);
     if (work != NULL && PyObject_SetAttr(work, n_tensors, results) < 0)
         Py_CLEAR(work);
     return work;
 }
 
-static PyObject *run_now(PlainCalls *self, Call *call, PyObject *const *args, PyObject *results) {
+static CallRecord *record_call(PlainCalls *self, const Call *call, PyObject *const *args) {
     const Method *method = call->method;
+    PyObject *root = root_of(call);
     CallRecord *record = NULL;
-    PyObject *root = root_of(call), *tuple = NULL;
     if (root != NULL)
         record = mpicomm_record((GroupRecord *)self->group, (int)method->operation, method->recorded_name,
                                 call->dtype->dtype, call->count, root, args[method->arguments]);
     Py_XDECREF(root);
+    return record;
+}
+
+static PyObject *run_now(PlainCalls *self, Call *call, PyObject *const *args, PyObject *results) {
+    const Method *method = call->method;
+    CallRecord *record = record_call(self, call, args);
+    PyObject *tuple = NULL;
     if (record == NULL)
         goto failed;
     if (call->uses_slots && (tuple = tuple_of(args, method->arguments + 1, 0)) == NULL)
@@ -679,7 +752,7 @@ static PyObject *run_now(PlainCalls *self, Call *call, PyObject *const *args, Py
         goto failed;
     Py_XDECREF(tuple);
     Py_DECREF(record);
-    return end_turn(self) < 0 ? NULL : completed_work(results);
+    return end_turn(self) < 0 ? NULL : work_of(completed_work, results);
 failed:
     fail_turn(self, record);
     Py_XDECREF(tuple);
@@ -693,7 +766,44 @@ static int needs_general_path(void) {
     return is_profiled != 0 ? is_profiled : mpicomm_returns_true(active_modes);
 }
 
-typedef int (*Prepare)(const PlainCalls *, PyObject *const *, Call *);
+/* Keep the work of few elements alive after its caller has dropped it, as the executor does. */
+static int keep_alive(PlainCalls *self, const Call *call, PyObject *work) {
+    if (call->count > KEPT_ELEMENTS)
+        return 0;
+    PyObject *result = PyObject_CallFunctionObjArgs(self->keep_work, work, NULL);
+    CHECK(result != NULL);
+    Py_DECREF(result);
+    return 0;
+}
+
+/* Begin an asynchronous call at its turn. It completes if all ranks have begun it, as in programs whose ranks are in
+   step; otherwise the queue continues it. Other ranks never wait for the rest of it. */
+static PyObject *start_now(PlainCalls *self, Call *call, Prepare prepare, PyObject *const *args, PyObject *results) {
+    int has_completed;
+    PyObject *work = NULL;
+    mpicomm_begin(self->slots, call->signature, call->source, call->out, call->numbers);
+    call->has_begun = 1;
+    Py_BEGIN_ALLOW_THREADS
+    has_completed = mpicomm_complete_soon(self->slots);
+    Py_END_ALLOW_THREADS
+    if (has_completed) {
+        CallRecord *record = record_call(self, call, args);
+        if (record == NULL || mpicomm_end_record(record) < 0)
+            fail_turn(self, record);
+        else if (end_turn(self) == 0)
+            work = work_of(early_work, results);
+        if (work != NULL && (PyObject_SetAttr(work, n_queue, self->executor) < 0 || keep_alive(self, call, work) < 0))
+            Py_CLEAR(work);
+        Py_XDECREF(record);
+        return work;
+    }
+    work = queue_call(self, call, prepare, args, results); /* before another thread takes the turn */
+    if (work == NULL)
+        fail_turn(self, NULL);
+    else if (end_turn(self) < 0)
+        Py_CLEAR(work);
+    return work;
+}
 
 /* Run a call, or queue it; None for the general path. */
 static PyObject *submit(PlainCalls *self, PyObject *const *args, int index, Prepare prepare, PyObject *results) {
@@ -703,11 +813,13 @@ static PyObject *submit(PlainCalls *self, PyObject *const *args, int index, Prep
     result = result < 0 ? -1 : result > 0 ? 0 : prepare(self, args, &call);
     if (result > 0) {
         int is_async = mpicomm_is_true(args[call.method->arguments], n_async);
-        int has_turn = is_async ? 0 : take_turn(self);
+        int has_turn = is_async == 0 || (is_async > 0 && call.uses_slots && is_small(self, &call, EAGER_BYTES)) ? take_turn(self) : 0;
         if (is_async < 0 || has_turn < 0)
             result = -1;
+        else if (!has_turn)
+            work = queue_call(self, &call, prepare, args, results);
         else
-            work = has_turn ? run_now(self, &call, args, results) : queue_call(self, &call, args, results);
+            work = is_async ? start_now(self, &call, prepare, args, results) : run_now(self, &call, args, results);
     }
     release(&call);
     return result == 0 ? mpicomm_reference(Py_None) : work;
@@ -810,10 +922,13 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
         return NULL;
     if (!PyArg_ParseTuple(args, "O!iiKLp", &PyDict_Type, &objects, &self->rank, &self->size, &whole_bytes, &comm,
                           &self->reduces_in_place) ||
-        mpicomm_take(objects, "group", &self->group) < 0 || mpicomm_take(objects, "state", &self->state) < 0 ||
+        mpicomm_take(objects, "group", &self->group) < 0 ||
+        mpicomm_take(objects, "executor", &self->executor) < 0 || mpicomm_take(objects, "state", &self->state) < 0 ||
         mpicomm_take(objects, "jobs", &self->jobs) < 0 || mpicomm_take(objects, "acquire", &self->acquire) < 0 ||
         mpicomm_take(objects, "release", &self->release) < 0 || mpicomm_take(objects, "queue", &self->queue) < 0 ||
-        mpicomm_take(objects, "fail", &self->fail) < 0 || mpicomm_take(objects, "run_by_mpi", &self->run_by_mpi) < 0) {
+        mpicomm_take(objects, "fail", &self->fail) < 0 || mpicomm_take(objects, "run_by_mpi", &self->run_by_mpi) < 0 ||
+        mpicomm_take(objects, "run_general", &self->run_general) < 0 ||
+        mpicomm_take(objects, "keep_work", &self->keep_work) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -822,7 +937,7 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
 }
 
 static PyObject **members_of(PyObject *self) { return &((PlainCalls *)self)->group; }
-#define NUM_MEMBERS 10
+#define NUM_MEMBERS 13
 
 static int traverse(PyObject *self, visitproc visit, void *arg) {
     for (int i = 0; i < NUM_MEMBERS; i++)
@@ -903,7 +1018,7 @@ static int take_names(void) {
     } names[] = {
         {&n_dtype, "dtype"},         {&n_layout, "layout"},   {&n_is_cpu, "is_cpu"},    {&n_async, "asyncOp"},
         {&n_reduce_op, "reduceOp"},  {&n_root, "rootRank"},   {&n_tensors, "tensors"},  {&n_is_open, "is_open"},
-        {&n_shape, "shape"},
+        {&n_shape, "shape"},         {&n_queue, "queue"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         CHECK((*names[i].place = mpicomm_name(names[i].text)) != NULL);
@@ -922,7 +1037,7 @@ int mpicomm_configure_calls(PyObject *objects, PyObject *rows, PyObject *options
         {&sum, "sum"},                  {&average, "average"},          {&is_contiguous, "is_contiguous"},
         {&is_neg, "is_neg"},            {&data_ptr, "data_ptr"},        {&numel, "numel"},
         {&is_profiling, "is_profiling"}, {&active_modes, "active_modes"}, {&callbacks, "callbacks"},
-        {&message_threads, "message_threads"}, {&work_type, "work"},    {&note_writes, "note_writes"},
+        {&message_threads, "message_threads"}, {&completed_work, "completed_work"}, {&early_work, "early_work"},{&note_writes, "note_writes"},
         {&mpi_exception, "mpi_exception"},
     };
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++)

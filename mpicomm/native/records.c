@@ -16,7 +16,7 @@ static PyMemberDef call_members[] = {
     MEMBER(CallRecord, dtype),  MEMBER(CallRecord, count),       MEMBER(CallRecord, peer),
     MEMBER(CallRecord, number), MEMBER(CallRecord, called_at),   MEMBER(CallRecord, start),
     MEMBER(CallRecord, end),    MEMBER(CallRecord, limit_or_options),       MEMBER(CallRecord, tag),
-    MEMBER(CallRecord, message), {NULL, 0, 0, 0, NULL},
+    MEMBER(CallRecord, usual_limit), MEMBER(CallRecord, message), {NULL, 0, 0, 0, NULL},
 };
 
 static PyMemberDef group_members[] = {
@@ -204,6 +204,7 @@ CallRecord *mpicomm_record(GroupRecord *group, int kind, PyObject *name, PyObjec
     record->name = mpicomm_reference(name);
     record->dtype = mpicomm_reference(dtype);
     record->peer = mpicomm_reference(peer);
+    record->usual_limit = mpicomm_reference(group->timeout);
     record->limit_or_options = mpicomm_reference(options); /* to read it would take tenths of a microsecond */
     record->count = PyLong_FromUnsignedLongLong(count);
     record->called_at = now();

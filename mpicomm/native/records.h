@@ -9,7 +9,7 @@
 typedef struct {
     PyObject_HEAD
     PyObject *code, *instruction, *group, *is_message, *sequence, *name, *dtype, *count, *peer;
-    PyObject *number, *called_at, *start, *end, *limit_or_options, *tag, *message;
+    PyObject *number, *called_at, *start, *end, *limit_or_options, *usual_limit, *tag, *message;
 } CallRecord;
 
 /* The state of a group: the base of flight_recorder.Group. */

@@ -26,6 +26,7 @@
 #define INDEPENDENT
 #endif
 
+#define SHORT_SPINS 50       /* polls, each of some 20 ns, of a call that need not wait */
 #define BLOCK 1024           /* elements added at a time; their sums stay in the L1 cache */
 
 /* -- numbers ---------------------------------------------------------------------------------------------------- */
@@ -449,6 +450,16 @@ int mpicomm_all_have_begun(const Group *group) {
         if (atomic_load_explicit(&line_of(group, rank)->arrived, memory_order_acquire) != group->number)
             return 0;
     return 1;
+}
+
+int mpicomm_complete_soon(Group *group) {
+    int turns = group->spins < SHORT_SPINS ? 0 : SHORT_SPINS; /* none if the ranks share cores */
+    while (!mpicomm_all_have_begun(group)) {
+        if (turns-- <= 0)
+            return 0;
+        relax();
+    }
+    return mpicomm_continue(group) == DONE;
 }
 
 EXPORTED int mpicomm_start(Group *group, uint64_t call, const void *source, void *out, uint64_t count) {

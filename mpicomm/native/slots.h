@@ -6,6 +6,10 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "mpicomm supports little-endian processors only"
+#endif
+
 #define EXPORTED __attribute__((visibility("default")))
 
 #define HEADER 64 /* bytes in a region of scatter before its block: the block's size */
@@ -71,5 +75,9 @@ void mpicomm_begin(Group *group, uint64_t call, const void *source, void *out, u
 
 /* Whether all ranks have begun the current step. */
 int mpicomm_all_have_begun(const Group *group);
+
+/* Complete an operation of one step that is not split, if all ranks begin it within about a microsecond and make the
+   same call; return whether it has completed. Otherwise mpicomm_continue must follow. */
+int mpicomm_complete_soon(Group *group);
 
 #endif

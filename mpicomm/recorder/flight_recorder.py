@@ -125,7 +125,7 @@ class Group(_GroupRecord):
 
 _FIELDS = (
     "code", "instruction", "group", "is_message", "sequence", "name", "dtype", "count", "peer",
-    "number", "called_at", "start", "end", "limit_or_options", "tag", "message",
+    "number", "called_at", "start", "end", "limit_or_options", "usual_limit", "tag", "message",
 )  # fmt: skip
 
 
@@ -170,6 +170,9 @@ class Operation(_CallRecord):
     limit_or_options: Any
     """The limit, or torch's options of the call, which have its timeout: it takes time to read."""
 
+    usual_limit: float
+    """The timeout of the group at the call, if `limit_or_options` are options."""
+
     tag: int | None
     message: int | None
     """The number of a message with this peer and tag; None while the peer is unknown, and for other operations."""
@@ -181,7 +184,7 @@ class Operation(_CallRecord):
         if limit is None or isinstance(limit, (int, float)):
             return limit
         seconds = limit.timeout.total_seconds()
-        return seconds if seconds > 0 else self.group.timeout
+        return seconds if seconds > 0 else self.usual_limit
 
     @limit.setter
     def limit(self, seconds: float | None) -> None:

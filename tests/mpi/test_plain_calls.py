@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,7 @@ pytestmark = [
 ]
 
 COUNT = 6
+QUEUED = 2**13  # elements from which on asynchronous calls do not begin before they return
 NEVER = 2**64 - 1
 NEVER_PLAIN = ("all_reduce MIN", "all_reduce MAX")
 NEVER_PLAIN_BY_MPI = ("all_gather", "gather", "scatter")
@@ -106,7 +109,7 @@ def test_results_do_not_depend_on_the_path(
 
 def test_the_inputs_of_a_queued_call_stay_alive() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    source, output = torch.full((COUNT * size,), 1.0 + rank), torch.empty(COUNT)
+    source, output = torch.full((QUEUED * size,), 1.0 + rank), torch.empty(QUEUED)
     alive = weakref.ref(source)
     work = dist.reduce_scatter_tensor(output, source, async_op=True)
     del source
@@ -240,6 +243,11 @@ def test_different_plain_calls_fail_on_all_ranks(world: mpicomm.World, new_group
         dist.all_reduce(torch.ones(4 + world.rank), group=handle)
     with pytest.raises(mpicomm.MpicommError, match="cannot be used any more: all_reduce #2"):
         dist.all_reduce(torch.ones(4), group=handle)
+    other = new_group()
+    dist.all_reduce(torch.ones(1), group=other)
+    work = dist.all_reduce(torch.ones(4 + world.rank), group=other, async_op=True)
+    with pytest.raises(RuntimeError, match="must be equal on all ranks"):
+        work.wait()  # type: ignore[union-attr]
 
 
 def test_a_rank_whose_tensor_is_not_on_the_host(world: mpicomm.World) -> None:
@@ -288,11 +296,11 @@ def test_a_list_that_another_thread_changes_during_a_call(world: mpicomm.World) 
 
 
 def test_the_result_of_a_queued_call_is_not_the_list_of_the_caller() -> None:
-    tensors = [torch.ones(2)]
+    tensors = [torch.ones(QUEUED)]
     work = dist.group.WORLD.allreduce(tensors, torch_internals.AllreduceOptions())  # type: ignore[union-attr]
     tensors.clear()
     work.wait()
-    assert [tensor.numel() for tensor in work.result()] == [2]
+    assert [tensor.numel() for tensor in work.result()] == [QUEUED]
 
 
 def test_a_thread_that_has_made_a_plain_call_is_known() -> None:
@@ -301,3 +309,53 @@ def test_a_thread_that_has_made_a_plain_call_is_known() -> None:
     thread.start()
     thread.join()
     assert flight_recorder.is_used_by(thread)
+
+
+def test_a_thread_destroys_the_group_during_a_call(world: mpicomm.World, new_group: Callable[..., Any]) -> None:
+    handle, errors = new_group(), []
+    dist.all_reduce(torch.ones(1), group=handle)
+
+    def wait() -> None:
+        try:
+            dist.all_reduce(torch.ones(1), group=handle)
+        except (RuntimeError, ValueError) as error:
+            errors.append(error)
+
+    if world.rank == 0:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        mpi.poll(lambda: bool(flight_recorder.running()), 30)
+        handle._executor.algorithms.close()
+        thread.join()
+        assert "destroyed during the operation" in f"{errors[0]} {errors[0].__context__}"
+    dist.barrier()
+
+
+@pytest.mark.parametrize("count", [4, QUEUED])
+def test_the_memory_has_moved_before_the_wait(world: mpicomm.World, count: int) -> None:
+    """Rank 1 is late: on the others the call has begun, or is queued, when the tensor gets other memory."""
+    tensor, total = torch.full((count,), 1.0 + world.rank), world.size * (world.size + 1) / 2
+    others = torch.zeros(count)
+    world.comm.Barrier()
+    if world.rank == 1:
+        time.sleep(0.2)
+    work = dist.all_reduce(tensor, async_op=True)
+    if world.rank != 1:
+        tensor.set_(tensor.clone())
+        before = others.clone()
+        work.wait()  # type: ignore[union-attr]
+        assert torch.equal(others, before)
+    else:
+        work.wait()  # type: ignore[union-attr]
+    assert bool((tensor == total).all())
+
+
+def test_handles_of_mpi_keep_their_bits() -> None:
+    """MPICH's are of 32 bits, which mpi4py may extend by their sign."""
+    api = types.SimpleNamespace(_sizeof=lambda value: value[0], _handleof=lambda value: value[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_calls.mpi, "api", lambda: api)
+        assert plain_calls._handle((4, 0xFFFFFFFF84000000)) == 0x84000000 - 2**32
+        assert plain_calls._handle((4, 0x84000000)) == 0x84000000 - 2**32
+        assert plain_calls._handle((4, 0x44000000)) == 0x44000000
+        assert plain_calls._handle((8, 0x7F147A76D060)) == 0x7F147A76D060

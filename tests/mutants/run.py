@@ -27,7 +27,9 @@ _LONGEST = 600.0  # seconds for tests without a fault
 _AT_LEAST, _FACTOR = 30.0, 4.0  # the limit with a fault: in seconds, and as a multiple of the time without it; scaled
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "mpicomm-dumps")
 # Lines of pytest's summary, also of ranks other than 0, and of a rank that fails while others wait (pytest_plugin.py).
-_FAILED = re.compile(r"(?:FAILED|ERROR) (tests/\S+\.py(?:::\S+)?)|of (tests/\S+) failed here while others wait")
+_FAILED = re.compile(
+    r"(?:FAILED|ERROR) (tests/\S+\.py(?:::\S+)?)|of (tests/\S+) (?:failed|ended) here while others wait"
+)
 _COLORS = re.compile(r"\x1b\[[\d;]*m")
 
 

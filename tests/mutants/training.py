@@ -865,8 +865,8 @@ self.reporter.write("skipped", self.position, rank_samples=samples)
     # -- benchmarks -----------------------------------------------------------------------------------------
     Mutant(
         "_without_communication",
-        old='("allreduce", "_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single")',
-        new='("_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single")',
+        old="(operation.method, torch_internals.RENAMED.get(operation.method, operation.method))",
+        new="(operation.method + '_',)",
         fault="The no-op backend runs DDP's all-reduces, so the lower bound of a step's time includes communication.",
         tests="tests/bench/test_operations.py -k backend_none",
         ranks=2,

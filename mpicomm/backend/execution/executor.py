@@ -109,12 +109,14 @@ class Executor:
         """Return the objects with which the extension module runs the group's plain calls, in turn with `submit`."""
         return {
             "group": self.record,
+            "executor": self,
             "state": self._state,
             "jobs": self._jobs,
             "acquire": self._lock.acquire,
             "release": self._lock.release,
             "queue": self._queue_plain,
-            "fail": self._fail_plain,
+            "fail": self._state.fail,
+            "keep_work": self._kept_works.append,
         }
 
     def _queue_plain(
@@ -131,17 +133,6 @@ class Executor:
         if not self._is_usable():
             self._state.check_open()
         return self._submit(name, dtype, count, root, opts, results, call, "")
-
-    def _fail_plain(self, operation: Operation | None, error: BaseException) -> None:
-        """End a plain call on this thread that has failed; it raises `error`, or the error that this raises."""
-        try:
-            if operation is not None:
-                try:
-                    self._state.fail(operation, error)
-                finally:
-                    operation.finish()
-        finally:
-            self._lock.release()
 
     def barrier(self, opts: CallOptions) -> Any:
         """Wait for every rank, for at most the timeout of the options, or of the group (collective)."""

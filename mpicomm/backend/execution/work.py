@@ -95,6 +95,21 @@ class CompletedWork(BackendWork):
         return torch_internals.completed_future(self.tensors)
 
 
+class EarlyWork(CompletedWork):
+    """An asynchronous operation that completed before its call returned; the extension module sets its attributes."""
+
+    queue: Queue
+    _future: OrderedFuture | None = None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that is already complete; its callbacks run in the group's queue."""
+        if self._future is None:
+            made = OrderedFuture(self.queue, self.tensors)
+            made.set_result(self.tensors)
+            self._future = made
+        return self._future
+
+
 class QueuedWork(BackendWork):
     """An operation in the queue of the group's worker thread."""
 
@@ -255,5 +270,5 @@ def deadline_of(timeout: WaitTimeout | float) -> Deadline | None:
 
 
 # A wait() in compiled code may run operations.
-for _kind in (BackendWork, CompletedWork, QueuedWork, JointWork):
+for _kind in (BackendWork, CompletedWork, EarlyWork, QueuedWork, JointWork):
     torch_internals.hide_from_compiler(_kind)
