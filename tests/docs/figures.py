@@ -91,6 +91,18 @@ def _microseconds() -> str:
     )
 
 
+def _small_operations() -> str:
+    found = [_result(f"microseconds-2-{name}")["operations"] for name in _LIBRARIES]
+    columns = ("mpi4py", "none", "mpi", "added", "mpi-async")
+    heads = ("mpi4py", "torch", "mpicomm", "added", "asynchronous")
+    rows = [
+        (f"{of_each[0]['operation']}, {of_each[0]['bytes']} B",
+            *(f"{each[column]:.1f}" for each in of_each for column in columns))
+        for of_each in zip(*found, strict=True)
+    ]  # fmt: skip
+    return _table(("microseconds", *(f"{called}: {head}" for called in _LIBRARIES.values() for head in heads)), *rows)
+
+
 def _steadiness() -> str:
     found = {called: _result(f"steadiness-2-{name}") for name, called in _LIBRARIES.items()}
     trips = [each["microseconds"]["round trip of 1 B"] for each in found.values()]
@@ -274,6 +286,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratios": _ratios,
     "steps": _steps,
     "microseconds": _microseconds,
+    "small-operations": _small_operations,
     "steadiness": _steadiness,
     "multi-node": _multi_node,
     "recovery": _recovery,

@@ -191,7 +191,7 @@ class AlgorithmSelector:
             if node_comm.rank == 0:
                 warnings.warn(
                     f"the {node_comm.size} ranks of this node cannot share memory: {error}. "
-                    f"Large tensors use MPI alone, which is slower. "
+                    f"They use MPI alone, which is slower. "
                     f"Set MPICOMM_SHARED_MEMORY=0 to disable shared memory and this warning.",
                     stacklevel=2,
                 )
