@@ -99,7 +99,17 @@ static Method methods[] = {
     {SCATTER, "scatter", "scatter", 2, NULL, NULL},
     {ALL_TO_ALL, "all_to_all_single", "all_to_all", 4, NULL, NULL},
 };
-enum { M_ALLREDUCE, M_REDUCE, M_REDUCE_SCATTER, M_BROADCAST, M_GATHER_SINGLE, M_ALLGATHER, M_GATHER, M_SCATTER, M_ALL_TO_ALL };
+enum {
+    M_ALLREDUCE,
+    M_REDUCE,
+    M_REDUCE_SCATTER,
+    M_BROADCAST,
+    M_GATHER_SINGLE,
+    M_ALLGATHER,
+    M_GATHER,
+    M_SCATTER,
+    M_ALL_TO_ALL
+};
 #define NUM_METHODS (sizeof methods / sizeof *methods)
 
 /* -- checks ----------------------------------------------------------------------------------------------------- */
@@ -813,7 +823,8 @@ static PyObject *submit(PlainCalls *self, PyObject *const *args, int index, Prep
     result = result < 0 ? -1 : result > 0 ? 0 : prepare(self, args, &call);
     if (result > 0) {
         int is_async = mpicomm_is_true(args[call.method->arguments], n_async);
-        int has_turn = is_async == 0 || (is_async > 0 && call.uses_slots && is_small(self, &call, EAGER_BYTES)) ? take_turn(self) : 0;
+        int runs_now = is_async == 0 || (call.uses_slots && is_small(self, &call, EAGER_BYTES));
+        int has_turn = is_async >= 0 && runs_now ? take_turn(self) : 0;
         if (is_async < 0 || has_turn < 0)
             result = -1;
         else if (!has_turn)
@@ -868,7 +879,8 @@ static const char use_doc[] =
     "Args:\n    rows: For each operation, the smallest sizes in bytes for its native and for its converted form.";
 static const char use_slots_doc[] =
     "use_slots(rows, address, step_bytes, on_wait, explain)\n--\n\nThe same, with slots from these sizes on.\n\n"
-    "Args:\n    address: Of the ctypes structure SlotState.\n    step_bytes: The largest block that moves in one step.\n"
+    "Args:\n    address: Of the ctypes structure SlotState.\n"
+    "    step_bytes: The largest block that moves in one step.\n"
     "    on_wait: Called every millisecond while other ranks are late; may raise an exception.\n"
     "    explain: Raises the error of ranks that call different operations.";
 
@@ -1037,7 +1049,8 @@ int mpicomm_configure_calls(PyObject *objects, PyObject *rows, PyObject *options
         {&sum, "sum"},                  {&average, "average"},          {&is_contiguous, "is_contiguous"},
         {&is_neg, "is_neg"},            {&data_ptr, "data_ptr"},        {&numel, "numel"},
         {&is_profiling, "is_profiling"}, {&active_modes, "active_modes"}, {&callbacks, "callbacks"},
-        {&message_threads, "message_threads"}, {&completed_work, "completed_work"}, {&early_work, "early_work"},{&note_writes, "note_writes"},
+        {&message_threads, "message_threads"}, {&completed_work, "completed_work"}, {&early_work, "early_work"},
+        {&note_writes, "note_writes"},
         {&mpi_exception, "mpi_exception"},
     };
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++)

@@ -1,6 +1,7 @@
 /* The inner loops of the collective operations in shared memory: sums in rank order, and tensors through slots.
 
-   The library knows neither Python nor torch nor MPI. The extension calls it (plain_calls.c), and c_library.py by ctypes, which releases the GIL. */
+   This file knows neither Python nor torch nor MPI. The extension module calls it (plain_calls.c), and c_library.py by
+   ctypes, which releases the GIL. */
 
 #define _GNU_SOURCE
 #include <sched.h>
