@@ -49,7 +49,15 @@ def create(executor: Executor) -> Any:
     objects["run_by_mpi"] = functools.partial(_run_on, DenseCollectives(comm, only_mpi))
     objects["run_general"] = functools.partial(_run_on, executor.dense)
     whole_bytes = min(executor.transport.whole_bytes, sys.maxsize)
-    plain = PlainCalls(objects, comm.rank, comm.size, int(whole_bytes), _handle(comm), mpi_calls.reduces_in_place())
+    plain = PlainCalls(
+        objects,
+        comm.rank,
+        comm.size,
+        int(whole_bytes),
+        _handle(comm),
+        mpi_calls.reduces_in_place(),
+        mpi.has_thread_multiple(),
+    )
     executor.algorithms.publish_to(plain)
     return plain
 

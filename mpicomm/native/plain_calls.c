@@ -69,7 +69,7 @@ typedef struct {
     /* of its slots */
     PyObject *on_wait, *explain;
     Group *slots;
-    int rank, size, reduces_in_place, above;
+    int rank, size, reduces_in_place, has_threads, above;
     uint64_t whole_bytes, step_bytes;
     uint64_t least[NUM_OPERATIONS][2]; /* the size from which the algorithm `above` is used, by operation and row */
     Handle comm;
@@ -823,7 +823,8 @@ static PyObject *submit(PlainCalls *self, PyObject *const *args, int index, Prep
     result = result < 0 ? -1 : result > 0 ? 0 : prepare(self, args, &call);
     if (result > 0) {
         int is_async = mpicomm_is_true(args[call.method->arguments], n_async);
-        int runs_now = is_async == 0 || (call.uses_slots && is_small(self, &call, EAGER_BYTES));
+        int is_eager = self->has_threads && call.uses_slots && is_small(self, &call, EAGER_BYTES);
+        int runs_now = is_async == 0 || is_eager; /* without threads, the queue raises an error */
         int has_turn = is_async >= 0 && runs_now ? take_turn(self) : 0;
         if (is_async < 0 || has_turn < 0)
             result = -1;
@@ -932,8 +933,8 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
     PlainCalls *self = (PlainCalls *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL)
         return NULL;
-    if (!PyArg_ParseTuple(args, "O!iiKLp", &PyDict_Type, &objects, &self->rank, &self->size, &whole_bytes, &comm,
-                          &self->reduces_in_place) ||
+    if (!PyArg_ParseTuple(args, "O!iiKLpp", &PyDict_Type, &objects, &self->rank, &self->size, &whole_bytes, &comm,
+                          &self->reduces_in_place, &self->has_threads) ||
         mpicomm_take(objects, "group", &self->group) < 0 ||
         mpicomm_take(objects, "executor", &self->executor) < 0 || mpicomm_take(objects, "state", &self->state) < 0 ||
         mpicomm_take(objects, "jobs", &self->jobs) < 0 || mpicomm_take(objects, "acquire", &self->acquire) < 0 ||
