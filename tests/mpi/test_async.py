@@ -88,7 +88,8 @@ def test_later_operations_do_not_delay_the_first(group: Group, monkeypatch: pyte
     worker, delays = worker_of(group), list[int]()
     worker.wait_until_idle()
     monkeypatch.setattr(worker._timer, "set", delays.append)
-    works = [dist.all_reduce(torch.ones(3), group=group.handle, async_op=True) for _ in range(3)]
+    tensors = [torch.ones(2**13) for _ in range(3)]  # smaller ones may complete at once
+    works = [dist.all_reduce(tensor, group=group.handle, async_op=True) for tensor in tensors]
     monkeypatch.undo()
     for work in works:
         work.wait()
