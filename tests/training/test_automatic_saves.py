@@ -55,13 +55,17 @@ class WaitForSaves(mpicomm.Callback):
 def test_all_ranks_save_when_the_interval_of_rank_0_has_passed(
     world: mpicomm.World, directory: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, store, saves = [], Checkpoints._store, WaitForSaves()
+    written, save, store, saves = [], Checkpoints.save, Checkpoints._store, WaitForSaves()
+
+    def recorded_save(checkpoints: Checkpoints, *arguments: Any, **options: Any) -> None:
+        saves.checkpoints = checkpoints
+        save(checkpoints, *arguments, **options)
 
     def recorded_store(checkpoints: Checkpoints, temporary: Path, *arguments: Any) -> str:
-        saves.checkpoints = checkpoints
         written.append(temporary.name)
         return store(checkpoints, temporary, *arguments)
 
+    monkeypatch.setattr(Checkpoints, "save", recorded_save)
     monkeypatch.setattr(Checkpoints, "_store", recorded_store)
     trainer = automatic(directory, ALWAYS, strategy=strategy, callbacks=[saves])
     fit(trainer, max_steps=5)
