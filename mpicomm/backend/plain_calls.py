@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mpicomm import mpi, torch_internals
 from mpicomm.backend.execution import future_callbacks
-from mpicomm.backend.execution.executor import Executor
+from mpicomm.backend.execution.executor import MAX_KEPT_ELEMENTS, Executor
 from mpicomm.backend.execution.work import CompletedWork, EarlyWork
 from mpicomm.backend.gpu.transport import DIRECT
 from mpicomm.backend.operations import TABLE
@@ -46,7 +46,8 @@ def create(executor: Executor) -> Any:
     if not _is_configured():
         return None
     objects = executor.parts_of_plain_calls()
-    objects["run_by_mpi"] = functools.partial(_run_on, DenseCollectives(comm, only_mpi))
+    by_mpi = functools.cache(lambda: DenseCollectives(comm, only_mpi))  # its buffer is seldom needed
+    objects["run_by_mpi"] = lambda method, args: _run_on(by_mpi(), method, args)
     objects["run_general"] = functools.partial(_run_on, executor.dense)
     whole_bytes = min(executor.transport.whole_bytes, sys.maxsize)
     plain = PlainCalls(
@@ -54,6 +55,7 @@ def create(executor: Executor) -> Any:
         comm.rank,
         comm.size,
         int(whole_bytes),
+        MAX_KEPT_ELEMENTS,
         _handle(comm),
         mpi_calls.reduces_in_place(),
         mpi.has_thread_multiple(),

@@ -30,6 +30,13 @@ static inline void mpicomm_replace(PyObject **place, PyObject *object) {
     Py_XDECREF(old);
 }
 
+/* Drop the result of a call; -1 if it is an exception. */
+static inline int mpicomm_drop(PyObject *result) {
+    CHECK(result != NULL);
+    Py_DECREF(result);
+    return 0;
+}
+
 /* Take an object of a dict; -1 with an exception if it is not there. */
 int mpicomm_take(PyObject *objects, const char *name, PyObject **place);
 

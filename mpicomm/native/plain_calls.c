@@ -18,7 +18,6 @@
 #define NOTED_BYTES (1 << 17)  /* from this size on, autograd is notified of a write; it takes about a microsecond */
 #define QUICK_BYTES 4096       /* up to this size, a call that need not wait keeps the GIL */
 #define EAGER_BYTES 16384      /* up to this size, an asynchronous call gives its contribution before it returns */
-#define KEPT_ELEMENTS 64       /* as _MAX_KEPT_ELEMENTS of the executor */
 #define LIST_BIT ((uint64_t)1 << LIST_SHIFT)
 
 typedef enum { NATIVE, CONVERTED, IMPOSSIBLE } Row; /* how MPI computes a reduction: as it is, or after conversions */
@@ -58,7 +57,6 @@ typedef struct {
     int root, uses_slots, has_begun;
     char *source, *out;
     Block *blocks; /* owned, as the references to the tensors, which another thread may drop during the call */
-    uint64_t num_blocks;
     PyObject *kept[2];
 } Call;
 
@@ -70,7 +68,7 @@ typedef struct {
     PyObject *on_wait, *explain;
     Group *slots;
     int rank, size, reduces_in_place, has_threads, above;
-    uint64_t whole_bytes, step_bytes;
+    uint64_t whole_bytes, step_bytes, kept_elements;
     uint64_t least[NUM_OPERATIONS][2]; /* the size from which the algorithm `above` is used, by operation and row */
     Handle comm;
 } PlainCalls;
@@ -257,7 +255,6 @@ static int read_list(const PlainCalls *self, PyObject *lists, const Memory *bloc
     for (int rank = 1; rank < self->size; rank++)
         if ((uint64_t)(sorted[rank].address - sorted[rank - 1].address) < block->nbytes)
             return 0;
-    call->num_blocks = size;
     return 1;
 }
 
@@ -307,7 +304,8 @@ static int select_algorithm(const PlainCalls *self, Call *call) {
     call->uses_slots = is_above && self->above == SLOTS;
     if (call->uses_slots)
         return 1;
-    return !is_above && call->row == NATIVE && self->comm != 0 && call->num_blocks == 0 && call->count <= INT_MAX;
+    return !is_above && call->row == NATIVE && self->comm != 0 && call->count <= INT_MAX &&
+           (call->signature & LIST_BIT) == 0; /* MPI would need a copy of all blocks */
 }
 
 /* -- the calls of each operation -------------------------------------------------------------------------------- */
@@ -376,49 +374,47 @@ static int prepare_all_gather_single(const PlainCalls *self, PyObject *const *ar
     return !is_endangered(self, &source, output.address, output.nbytes);
 }
 
+/* Read the options and the single tensor of an operation whose other tensors are a list of blocks. */
+static int read_block(const PlainCalls *self, PyObject *options, int has_root, PyObject *list, Memory *block,
+                      Call *call) {
+    REQUIRE(read_options(self, options, call, has_root));
+    REQUIRE(read_single(self, list, block, call));
+    read_movement(call, block->dtype);
+    call->signature |= LIST_BIT;
+    call->dtype = block->dtype, call->count = block->count, call->numbers = block->nbytes;
+    return 1;
+}
+
 static int prepare_allgather(const PlainCalls *self, PyObject *const *args, Call *call) {
     Memory source;
-    REQUIRE(read_options(self, args[2], call, 0));
-    REQUIRE(read_single(self, args[1], &source, call));
-    read_movement(call, source.dtype);
-    call->signature |= LIST_BIT;
+    REQUIRE(read_block(self, args[2], 0, args[1], &source, call));
     REQUIRE(read_list(self, args[0], &source, call));
-    call->dtype = source.dtype, call->source = source.address, call->out = (char *)call->blocks;
+    call->source = source.address, call->out = (char *)call->blocks;
     call->count = source.count * (uint64_t)self->size, call->nbytes = source.nbytes * (uint64_t)self->size;
-    call->numbers = call->written = source.nbytes;
+    call->written = source.nbytes;
     return select_algorithm(self, call);
 }
 
 static int prepare_gather(const PlainCalls *self, PyObject *const *args, Call *call) {
     Memory source;
-    REQUIRE(read_options(self, args[2], call, 1));
-    REQUIRE(read_single(self, args[1], &source, call));
-    read_movement(call, source.dtype);
-    call->signature |= LIST_BIT;
+    REQUIRE(read_block(self, args[2], 1, args[1], &source, call));
     if (self->rank == call->root) {
         REQUIRE(read_list(self, args[0], &source, call));
         call->written = source.nbytes;
     }
-    call->num_blocks = 1; /* MPI needs a copy of all blocks */
-    call->dtype = source.dtype, call->source = source.address, call->out = (char *)call->blocks;
-    call->count = source.count, call->numbers = source.nbytes;
+    call->source = source.address, call->out = (char *)call->blocks;
     return select_algorithm(self, call);
 }
 
 static int prepare_scatter(const PlainCalls *self, PyObject *const *args, Call *call) {
     Memory output;
-    REQUIRE(read_options(self, args[2], call, 1));
-    REQUIRE(read_single(self, args[0], &output, call));
-    read_movement(call, output.dtype);
-    call->signature |= LIST_BIT;
+    REQUIRE(read_block(self, args[2], 1, args[0], &output, call));
     call->source = output.address; /* NULL would mean: not on the host */
     if (self->rank == call->root) {
         REQUIRE(read_list(self, args[1], &output, call));
         call->source = (char *)call->blocks;
     }
-    call->num_blocks = 1;
-    call->dtype = output.dtype, call->out = output.address;
-    call->count = output.count, call->numbers = call->written = output.nbytes;
+    call->out = output.address, call->written = output.nbytes;
     return select_algorithm(self, call);
 }
 
@@ -470,14 +466,6 @@ static int may_differ(const Call *call) {
     return call->method->operation == GATHER || call->method->operation == SCATTER;
 }
 
-/* Call a method of the slots. */
-static int call_slots(PyObject *method) {
-    PyObject *result = PyObject_CallNoArgs(method);
-    CHECK(result != NULL);
-    Py_DECREF(result);
-    return 0;
-}
-
 /* Run a call in slots; return how it ended. `on_wait` and `explain` keep the slots alive. */
 static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on_wait, PyObject *explain) {
     int status;
@@ -498,13 +486,13 @@ static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on
                                                 "Destroy it when no thread uses it.");
             return -1;
         }
-        CHECK(call_slots(on_wait) == 0); /* also runs signal handlers */
+        CHECK(mpicomm_drop(PyObject_CallNoArgs(on_wait)) == 0); /* also runs signal handlers */
         Py_BEGIN_ALLOW_THREADS
         status = mpicomm_continue(slots);
         Py_END_ALLOW_THREADS
     }
     if (status == DIFFERENT) {
-        if (call_slots(explain) == 0)
+        if (mpicomm_drop(PyObject_CallNoArgs(explain)) == 0)
             PyErr_SetString(PyExc_SystemError, "the ranks call different operations");
         return -1;
     }
@@ -548,21 +536,52 @@ static int call_mpi(const PlainCalls *self, const Call *call) {
 
 static PyObject *mpi_exception;
 
+/* Return a copy of the lists and the lists in them, which the caller may change. */
+static PyObject *copy_of(PyObject *object) {
+    if (!PyList_CheckExact(object))
+        return mpicomm_reference(object);
+    PyObject *copy = PyList_GetSlice(object, 0, PyList_Size(object));
+    for (Py_ssize_t i = 0; copy != NULL && i < PyList_Size(copy); i++) {
+        PyObject *item = copy_of(PyList_GetItem(copy, i));
+        if (item == NULL)
+            Py_CLEAR(copy);
+        else
+            PyList_SetItem(copy, i, item);
+    }
+    return copy;
+}
+
+/* Return the arguments and the options of a method, with copies of the lists. */
+static PyObject *copy_arguments(const Method *method, PyObject *const *args) {
+    PyObject *tuple = PyTuple_New(method->arguments + 1);
+    for (int i = 0; tuple != NULL && i <= method->arguments; i++) {
+        PyObject *item = copy_of(args[i]);
+        if (item == NULL)
+            Py_CLEAR(tuple);
+        else
+            PyTuple_SetItem(tuple, i, item);
+    }
+    return tuple;
+}
+
+/* Run a call by a function in Python. */
+static int run_in_python(PyObject *function, const Method *method, PyObject *const *args) {
+    PyObject *tuple = copy_arguments(method, args);
+    CHECK(tuple != NULL);
+    int result = mpicomm_drop(PyObject_CallFunction(function, "sO", method->name, tuple));
+    Py_DECREF(tuple);
+    return result;
+}
+
 /* Run a call on this thread; -1 with an exception. The arguments are those of the method. */
-static int run(PlainCalls *self, const Call *call, PyObject *args, PyObject *results) {
+static int run(PlainCalls *self, const Call *call, PyObject *const *args, PyObject *results) {
     if (call->uses_slots) {
         int status = run_slots(self, call);
         CHECK(status >= 0);
-        if (status == UNAVAILABLE) { /* a rank's tensor is not on the host */
-            PyObject *result = PyObject_CallFunction(self->run_by_mpi, "sO", call->method->name, args);
-            CHECK(result != NULL);
-            Py_DECREF(result);
-        }
-        if (call->written >= NOTED_BYTES) {
-            PyObject *result = PyObject_CallFunctionObjArgs(note_writes, results, NULL);
-            CHECK(result != NULL);
-            Py_DECREF(result);
-        }
+        if (status == UNAVAILABLE) /* a rank's tensor is not on the host */
+            CHECK(run_in_python(self->run_by_mpi, call->method, args) == 0);
+        if (call->written >= NOTED_BYTES)
+            CHECK(mpicomm_drop(PyObject_CallFunctionObjArgs(note_writes, results, NULL)) == 0);
         return 0;
     }
     int error;
@@ -598,22 +617,24 @@ static PyObject *queued_call_type;
 
 static PyObject *run_queued(PyObject *self, PyObject *args, PyObject *keywords) {
     QueuedCall *queued = (QueuedCall *)self;
-    PyObject *tensors[MAX_ARGUMENTS], *result = NULL;
+    PyObject *arguments[MAX_ARGUMENTS];
     Call call = {.method = queued->method, .has_begun = queued->has_begun};
     (void)args, (void)keywords;
     for (int i = 0; i <= queued->method->arguments; i++)
-        if ((tensors[i] = PyTuple_GetItem(queued->args, i)) == NULL)
+        if ((arguments[i] = PyTuple_GetItem(queued->args, i)) == NULL)
             return NULL;
-    int is_plain = queued->prepare(queued->owner, tensors, &call); /* again: their memory may have moved */
-    if (is_plain > 0 && run(queued->owner, &call, queued->args, queued->results) == 0)
-        result = mpicomm_reference(Py_None);
-    else if (is_plain == 0 && queued->has_begun)
+    int result = queued->prepare(queued->owner, arguments, &call); /* again: their memory may have moved */
+    if (result > 0) {
+        result = run(queued->owner, &call, arguments, queued->results);
+    } else if (result == 0 && queued->has_begun) {
         PyErr_SetString(PyExc_RuntimeError, "a tensor was changed during an operation that uses it.\n"
                                             "Call wait() on the work of the operation first.");
-    else if (is_plain == 0)
-        result = PyObject_CallFunction(queued->owner->run_general, "sO", queued->method->name, queued->args);
+        result = -1;
+    } else if (result == 0) {
+        result = run_in_python(queued->owner->run_general, queued->method, arguments);
+    }
     release(&call);
-    return result;
+    return result < 0 ? NULL : mpicomm_reference(Py_None);
 }
 
 static void free_queued(PyObject *self) {
@@ -630,33 +651,6 @@ static PyType_Slot queued_slots[] = {{Py_tp_call, run_queued}, {Py_tp_dealloc, f
 static PyType_Spec queued_spec = {"mpicomm.native.hot_path.QueuedCall", sizeof(QueuedCall), 0, Py_TPFLAGS_DEFAULT,
                                   queued_slots};
 
-/* Return a copy of the lists and the lists in them, which the caller may change. */
-static PyObject *copy_of(PyObject *object) {
-    if (!PyList_CheckExact(object))
-        return mpicomm_reference(object);
-    PyObject *copy = PyList_GetSlice(object, 0, PyList_Size(object));
-    for (Py_ssize_t i = 0; copy != NULL && i < PyList_Size(copy); i++) {
-        PyObject *item = copy_of(PyList_GetItem(copy, i));
-        if (item == NULL)
-            Py_CLEAR(copy);
-        else
-            PyList_SetItem(copy, i, item);
-    }
-    return copy;
-}
-
-static PyObject *tuple_of(PyObject *const *args, int number, int is_copied) {
-    PyObject *tuple = PyTuple_New(number);
-    for (int i = 0; tuple != NULL && i < number; i++) {
-        PyObject *item = is_copied ? copy_of(args[i]) : mpicomm_reference(args[i]);
-        if (item == NULL)
-            Py_CLEAR(tuple);
-        else
-            PyTuple_SetItem(tuple, i, item);
-    }
-    return tuple;
-}
-
 static PyObject *root_of(const Call *call) {
     return call->root < 0 ? mpicomm_reference(Py_None) : PyLong_FromLong(call->root);
 }
@@ -670,7 +664,7 @@ static PyObject *queue_call(PlainCalls *self, const Call *call, Prepare prepare,
         return NULL;
     queued->owner = (PlainCalls *)mpicomm_reference((PyObject *)self);
     queued->method = call->method, queued->prepare = prepare, queued->has_begun = call->has_begun;
-    queued->args = tuple_of(args, call->method->arguments + 1, 1);
+    queued->args = copy_arguments(call->method, args);
     queued->results = copy_of(results);
     root = root_of(call);
     if (queued->args != NULL && queued->results != NULL && root != NULL)
@@ -698,12 +692,7 @@ static int take_turn(PlainCalls *self) {
     return result == Py_True;
 }
 
-static int end_turn(PlainCalls *self) {
-    PyObject *result = PyObject_CallNoArgs(self->release);
-    CHECK(result != NULL);
-    Py_DECREF(result);
-    return 0;
-}
+static int end_turn(PlainCalls *self) { return mpicomm_drop(PyObject_CallNoArgs(self->release)); }
 
 /* After an error: let the executor record it, which may replace it, and end the turn. */
 static void fail_turn(PlainCalls *self, CallRecord *record) {
@@ -712,12 +701,10 @@ static void fail_turn(PlainCalls *self, CallRecord *record) {
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback != NULL)
         PyException_SetTraceback(error, traceback);
-    PyObject *result = Py_None;
+    int result = 0;
     if (record != NULL && record->start != NULL)
-        result = PyObject_CallFunctionObjArgs(self->fail, (PyObject *)record, error, NULL);
-    if (result != NULL) {
-        if (result != Py_None)
-            Py_DECREF(result);
+        result = mpicomm_drop(PyObject_CallFunctionObjArgs(self->fail, (PyObject *)record, error, NULL));
+    if (result == 0) {
         PyErr_Restore(type, error, traceback);
     } else {
         Py_XDECREF(type);
@@ -751,23 +738,14 @@ static CallRecord *record_call(PlainCalls *self, const Call *call, PyObject *con
 }
 
 static PyObject *run_now(PlainCalls *self, Call *call, PyObject *const *args, PyObject *results) {
-    const Method *method = call->method;
+    PyObject *work = NULL;
     CallRecord *record = record_call(self, call, args);
-    PyObject *tuple = NULL;
-    if (record == NULL)
-        goto failed;
-    if (call->uses_slots && (tuple = tuple_of(args, method->arguments + 1, 0)) == NULL)
-        goto failed;
-    if (run(self, call, tuple, results) < 0 || mpicomm_end_record(record) < 0)
-        goto failed;
-    Py_XDECREF(tuple);
-    Py_DECREF(record);
-    return end_turn(self) < 0 ? NULL : work_of(completed_work, results);
-failed:
-    fail_turn(self, record);
-    Py_XDECREF(tuple);
+    if (record == NULL || run(self, call, args, results) < 0 || mpicomm_end_record(record) < 0)
+        fail_turn(self, record);
+    else if (end_turn(self) == 0)
+        work = work_of(completed_work, results);
     Py_XDECREF(record);
-    return NULL;
+    return work;
 }
 
 /* Whether a profiler or a dispatch mode is active. */
@@ -778,12 +756,9 @@ static int needs_general_path(void) {
 
 /* Keep the work of few elements alive after its caller has dropped it, as the executor does. */
 static int keep_alive(PlainCalls *self, const Call *call, PyObject *work) {
-    if (call->count > KEPT_ELEMENTS)
+    if (call->count > self->kept_elements)
         return 0;
-    PyObject *result = PyObject_CallFunctionObjArgs(self->keep_work, work, NULL);
-    CHECK(result != NULL);
-    Py_DECREF(result);
-    return 0;
+    return mpicomm_drop(PyObject_CallFunctionObjArgs(self->keep_work, work, NULL));
 }
 
 /* Begin an asynchronous call at its turn. It completes if all ranks have begun it, as in programs whose ranks are in
@@ -924,7 +899,7 @@ static PyObject *use_slots(PyObject *object, PyObject *args) {
 
 static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     PyObject *objects;
-    unsigned long long whole_bytes;
+    unsigned long long whole_bytes, kept_elements;
     long long comm;
     if (keywords != NULL && PyDict_Size(keywords) > 0) {
         PyErr_SetString(PyExc_TypeError, "PlainCalls takes no keyword arguments");
@@ -933,8 +908,8 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
     PlainCalls *self = (PlainCalls *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL)
         return NULL;
-    if (!PyArg_ParseTuple(args, "O!iiKLpp", &PyDict_Type, &objects, &self->rank, &self->size, &whole_bytes, &comm,
-                          &self->reduces_in_place, &self->has_threads) ||
+    if (!PyArg_ParseTuple(args, "O!iiKKLpp", &PyDict_Type, &objects, &self->rank, &self->size, &whole_bytes,
+                          &kept_elements, &comm, &self->reduces_in_place, &self->has_threads) ||
         mpicomm_take(objects, "group", &self->group) < 0 ||
         mpicomm_take(objects, "executor", &self->executor) < 0 || mpicomm_take(objects, "state", &self->state) < 0 ||
         mpicomm_take(objects, "jobs", &self->jobs) < 0 || mpicomm_take(objects, "acquire", &self->acquire) < 0 ||
@@ -945,7 +920,7 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
         Py_DECREF(self);
         return NULL;
     }
-    self->whole_bytes = whole_bytes, self->comm = (Handle)comm;
+    self->whole_bytes = whole_bytes, self->kept_elements = kept_elements, self->comm = (Handle)comm;
     return (PyObject *)self; /* all sizes take the general path: the smallest sizes are 0 */
 }
 

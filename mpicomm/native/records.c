@@ -169,9 +169,7 @@ static int remember_thread(void) {
     static _Thread_local int is_known;
     if (is_known)
         return 0;
-    PyObject *result = PyObject_CallNoArgs(note_thread);
-    CHECK(result != NULL);
-    Py_DECREF(result);
+    CHECK(mpicomm_drop(PyObject_CallNoArgs(note_thread)) == 0);
     is_known = 1;
     return 0;
 }

@@ -350,6 +350,24 @@ def test_the_memory_has_moved_before_the_wait(world: mpicomm.World, count: int) 
     assert bool((tensor == total).all())
 
 
+def test_a_queued_tensor_is_no_longer_dense_when_its_call_runs(world: mpicomm.World) -> None:
+    """Rank 1 is late: on the others the second call waits for the first when its tensor is transposed."""
+    first, size = torch.ones(QUEUED), world.size
+    square = torch.arange(QUEUED, dtype=torch.float32).view(QUEUED // 64, 64) * (world.rank + 1)
+    expected = torch.arange(QUEUED, dtype=torch.float32).view(QUEUED // 64, 64) * (size * (size + 1) / 2)
+    world.comm.Barrier()
+    if world.rank == 1:
+        time.sleep(0.2)
+        square = square.t().contiguous()
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in (first, square)]
+    if world.rank != 1:
+        square.set_(square.t())
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+    assert torch.equal(square, expected.t())
+    assert square.is_contiguous() == (world.rank == 1)
+
+
 def test_handles_of_mpi_keep_their_bits() -> None:
     """MPICH's are of 32 bits, which mpi4py may extend by their sign."""
     api = types.SimpleNamespace(_sizeof=lambda value: value[0], _handleof=lambda value: value[1])

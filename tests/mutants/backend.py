@@ -102,6 +102,13 @@ MUTANTS = [
     ),
     Mutant(
         "plain_calls.c",
+        old="        result = run_in_python(queued->owner->run_general, queued->method, arguments);\n",
+        fault="A queued call does nothing if its tensor is no longer dense when it runs.",
+        tests="tests/mpi/test_plain_calls.py -k no_longer_dense",
+        ranks=2,
+    ),
+    Mutant(
+        "plain_calls.c",
         old="    while (status == WAITING) {",
         new="    if (status == WAITING) {",
         fault="A plain call ends when another rank is some milliseconds late.",
@@ -110,7 +117,7 @@ MUTANTS = [
     ),
     Mutant(
         "plain_calls.c",
-        old="        CHECK(call_slots(on_wait) == 0); /* also runs signal handlers */\n",
+        old="        CHECK(mpicomm_drop(PyObject_CallNoArgs(on_wait)) == 0); /* also runs signal handlers */\n",
         fault="While a plain call waits in slots, MPI does not progress, and the end of the group is not seen.",
         tests="tests/mpi/test_slots.py -k 'progresses or breaks'",
         ranks=2,

@@ -41,10 +41,10 @@ _LATE_SECONDS = 1.0  # grace period for an operation in progress to return, when
 
 _LONG_BYTES = 2**22  # from this size on, an asynchronous operation starts before its call returns
 _NO_TIME = datetime.timedelta(0)
-# Works that stay alive after their callers have dropped them (see `_kept_works`). DDP's `join` makes one per step, of
-# one element. Works of large tensors are not kept: they would hold the memory of gradients.
 _MAX_KEPT_WORKS = 64
-_MAX_KEPT_ELEMENTS = 64
+MAX_KEPT_ELEMENTS = 64
+"""The largest tensors whose works stay alive after their callers have dropped them (see `_kept_works`): those of DDP's
+`join`, one per step, have one element. Works of large tensors would hold the memory of gradients."""
 
 
 class CallOptions(Protocol):
@@ -184,7 +184,7 @@ class Executor:
             run()
             return CompletedWork.of(results)
         work = QueuedWork(results, operation, self)
-        if count <= _MAX_KEPT_ELEMENTS and all([tensor.numel() <= _MAX_KEPT_ELEMENTS for tensor in results]):  # noqa: C419  faster
+        if count <= MAX_KEPT_ELEMENTS and all([tensor.numel() <= MAX_KEPT_ELEMENTS for tensor in results]):  # noqa: C419  faster
             self._kept_works.append(work)
         self.batch.add(work)
         # Submit last: the worker thread then competes for the GIL.
