@@ -1,8 +1,8 @@
-"""The extension module's short way for collectives on plain tensors: dense, on the CPU, and of a common dtype.
+"""The extension module's short way for operations on plain tensors: dense, on the CPU, and of a common dtype.
 
-`PlainCalls` has a method for each of them, in C: the checks, the record, the run and the Work. A call that does not
-qualify returns None without side effects, and takes the general path. Without the extension module, all calls do.
-benchmarks/README.md breaks down the time of a call in microseconds.
+`PlainCalls` and `PlainMessages` have a method for each of them, in C: the checks, the record, the run and the Work. A
+call that does not qualify returns None without side effects, and takes the general path. Without the extension module,
+all calls do. benchmarks/README.md breaks down the time of a call in microseconds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from mpicomm import mpi, torch_internals
 from mpicomm.backend.execution import future_callbacks
 from mpicomm.backend.execution.executor import MAX_KEPT_ELEMENTS, Executor
+from mpicomm.backend.execution.message_work import MessageWork
+from mpicomm.backend.execution.pending_messages import REAP_ABOVE
 from mpicomm.backend.execution.work import CompletedWork, EarlyWork
 from mpicomm.backend.gpu.transport import DIRECT
 from mpicomm.backend.operations import TABLE
@@ -26,6 +28,7 @@ from mpicomm.backend.transfer.algorithms import only_mpi
 from mpicomm.backend.transfer.dense_collectives import DenseCollectives
 from mpicomm.backend.transfer.slots import note_writes
 from mpicomm.native import c_library, extension
+from mpicomm.recorder import flight_recorder
 
 _DTYPES = (
     torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.int32,
@@ -35,16 +38,15 @@ _NATIVE, _CONVERTED, _IMPOSSIBLE = range(3)  # how MPI computes a reduction, as 
 _ROWS = {operation.method: operation for operation in TABLE}
 
 PlainCalls: Any = getattr(extension.module(), "PlainCalls", None)
-"""The extension module's class; None without the extension module."""
+PlainMessages: Any = getattr(extension.module(), "PlainMessages", None)
+"""The extension module's classes; None without the extension module."""
 
 
 def create(executor: Executor) -> Any:
     """Return the plain calls of a group; None if all its calls need the general path."""
-    if PlainCalls is None or not executor.takes_plain_calls:
+    if PlainCalls is None or not executor.takes_plain_calls or not _is_configured():
         return None
     comm = executor.comm
-    if not _is_configured():
-        return None
     objects = executor.parts_of_plain_calls()
     by_mpi = functools.cache(lambda: DenseCollectives(comm, only_mpi))  # its buffer is seldom needed
     objects["run_by_mpi"] = lambda method, args: _run_on(by_mpi(), method, args)
@@ -62,6 +64,20 @@ def create(executor: Executor) -> Any:
     )
     executor.algorithms.publish_to(plain)
     return plain
+
+
+def create_messages(executor: Executor) -> Any:
+    """Return the plain messages of a group; None if all its messages need the general path."""
+    if PlainMessages is None or not executor.takes_plain_calls or not _is_configured():
+        return None
+    return PlainMessages(
+        executor.messages.parts_of_plain_messages(),
+        executor.comm.size,
+        mpi_calls.largest_tag(),
+        REAP_ABOVE,
+        _handle(executor.comm),
+        mpi.has_thread_multiple(),
+    )
 
 
 def _run_on(dense: DenseCollectives, method: str, args: Sequence[Any]) -> None:
@@ -93,13 +109,16 @@ def _is_configured() -> bool:
         "message_threads": future_callbacks.message_threads,
         "completed_work": CompletedWork,
         "early_work": EarlyWork,
+        "message_work": MessageWork,
         "note_writes": note_writes,
-        "mpi_exception": api.Exception,
+        "refuse_children": flight_recorder.refuse_children,
     }
     options = {name: _ROWS[name].options for name in _ROWS if hasattr(PlainCalls, name)}
     rows = [_describe(dtype) for dtype in _DTYPES]
     try:
-        extension.module().configure(objects, rows, options, api.__file__, _handle(api.SUM), int(api.IN_PLACE))
+        extension.module().configure(
+            objects, rows, options, api.__file__, api.Exception, _handle(api.SUM), int(api.IN_PLACE)
+        )
     except OSError:
         return False
     return True

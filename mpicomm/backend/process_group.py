@@ -37,6 +37,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._store = store
         self._executor = executor
         self._plain = plain_calls.create(executor)
+        self._plain_messages = plain_calls.create_messages(executor)
         executor.backend_name = executor.messages.backend_name = backend_name
         self._rank = executor.comm.rank
         self._size = executor.comm.size
@@ -246,6 +247,8 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Start sending a tensor to `dst`."""
+        if self._plain_messages is not None and (work := self._plain_messages.send(tensors, dst, tag)) is not None:
+            return work
         if dispatcher.is_needed(tensors):
             return dispatcher.call(self, "send", [dispatcher.as_list(tensors)], dst, tag)
         tensor = checks.require_single_tensor(tensors, "send")
@@ -254,6 +257,8 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Start receiving a tensor from `src`."""
+        if self._plain_messages is not None and (work := self._plain_messages.recv(tensors, src, tag)) is not None:
+            return work
         if dispatcher.is_needed(tensors):
             return dispatcher.call(self, "recv", [dispatcher.as_list(tensors)], src, tag)
         tensor = checks.require_single_output(tensors, "recv")

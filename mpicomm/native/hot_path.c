@@ -1,8 +1,11 @@
 /* The module mpicomm.native.hot_path. */
 
 #include "extension.h"
+#include "mpi_functions.h"
 #include "plain_calls.h"
+#include "plain_messages.h"
 #include "records.h"
+#include "torch_objects.h"
 
 PyObject *mpicomm_name(const char *text) { return PyUnicode_InternFromString(text); }
 
@@ -28,13 +31,14 @@ int mpicomm_is_true(PyObject *object, PyObject *name) { return consume_truth(PyO
 int mpicomm_returns_true(PyObject *function) { return consume_truth(PyObject_CallNoArgs(function)); }
 
 static PyObject *configure(PyObject *module, PyObject *args) {
-    PyObject *objects, *rows, *options;
+    PyObject *objects, *rows, *options, *exception;
     const char *mpi;
     long long sum, in_place;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!OO!sLL", &PyDict_Type, &objects, &rows, &PyDict_Type, &options, &mpi, &sum,
-                          &in_place) ||
-        mpicomm_configure_calls(objects, rows, options, mpi, sum, in_place) < 0)
+    if (!PyArg_ParseTuple(args, "O!OO!sOLL", &PyDict_Type, &objects, &rows, &PyDict_Type, &options, &mpi, &exception,
+                          &sum, &in_place) ||
+        mpicomm_configure_mpi(mpi, exception) < 0 || mpicomm_configure_torch(objects, rows) < 0 ||
+        mpicomm_configure_calls(objects, options, sum, in_place) < 0 || mpicomm_configure_messages(objects) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -58,12 +62,13 @@ static PyMethodDef functions[] = {
 
 static int execute(PyObject *module) {
     CHECK(mpicomm_add_record_types(module) == 0);
-    return mpicomm_add_plain_calls(module);
+    CHECK(mpicomm_add_plain_calls(module) == 0);
+    return mpicomm_add_plain_messages(module);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "mpicomm.native.hot_path", "Collectives on plain tensors, without Python code.", 0,
+    PyModuleDef_HEAD_INIT, "mpicomm.native.hot_path", "Operations on plain tensors, without Python code.", 0,
     functions, slots, NULL, NULL, NULL,
 };
 

@@ -8,27 +8,17 @@
 #include "mpi_functions.h"
 #include "records.h"
 #include "slots.h"
+#include "torch_objects.h"
 
 #include <limits.h>
 #include <string.h>
 
 #define NUM_OPERATIONS 8
-#define MAX_DTYPES 16
 #define MAX_ARGUMENTS 5
 #define NOTED_BYTES (1 << 17)  /* from this size on, autograd is notified of a write; it takes about a microsecond */
 #define QUICK_BYTES 4096       /* up to this size, a call that need not wait keeps the GIL */
 #define EAGER_BYTES 16384      /* up to this size, an asynchronous call gives its contribution before it returns */
 #define LIST_BIT ((uint64_t)1 << LIST_SHIFT)
-
-typedef enum { NATIVE, CONVERTED, IMPOSSIBLE } Row; /* how MPI computes a reduction: as it is, or after conversions */
-
-typedef struct {
-    PyObject *dtype;
-    int kind; /* of the numbers that the slots add */
-    uint64_t item, code;
-    Row sum, average;
-    Handle arithmetic, carrier;
-} Dtype;
 
 /* A method of torch's process groups. */
 typedef struct {
@@ -37,13 +27,6 @@ typedef struct {
     int arguments; /* before the options */
     PyObject *options, *recorded_name;
 } Method;
-
-/* A dense tensor on the CPU. */
-typedef struct {
-    char *address;
-    uint64_t count, nbytes;
-    const Dtype *dtype;
-} Memory;
 
 /* One call, ready to run. */
 typedef struct {
@@ -77,13 +60,8 @@ typedef enum { GENERAL, SLOTS } Above; /* how calls of larger sizes run: by the 
 
 /* -- objects of Python ------------------------------------------------------------------------------------------ */
 
-static PyObject *tensor_type, *parameter_type, *strided, *sum, *average;
-static PyObject *is_contiguous, *is_neg, *data_ptr, *numel;
-static PyObject *is_profiling, *active_modes, *callbacks, *message_threads, *completed_work, *early_work, *note_writes;
-static PyObject *n_dtype, *n_layout, *n_is_cpu, *n_async, *n_reduce_op, *n_root, *n_tensors, *n_is_open;
-static PyObject *n_shape, *n_queue;
-static Dtype dtypes[MAX_DTYPES];
-static int num_dtypes;
+static PyObject *sum, *average, *callbacks, *message_threads, *early_work, *note_writes;
+static PyObject *n_async, *n_reduce_op, *n_root, *n_is_open, *n_shape, *n_queue;
 static Handle mpi_sum, in_place;
 
 static Method methods[] = {
@@ -112,68 +90,11 @@ enum {
 
 /* -- checks ----------------------------------------------------------------------------------------------------- */
 
-/* The checks return 1 if a call qualifies, 0 if not, and -1 with an exception. */
-
-static int call_is_true(PyObject *method, PyObject *tensor) {
-    PyObject *result = PyObject_CallFunctionObjArgs(method, tensor, NULL);
-    CHECK(result != NULL);
-    int is_true = result == Py_True;
-    Py_DECREF(result);
-    return is_true;
-}
-
-static int call_number(PyObject *method, PyObject *tensor, uint64_t *number) {
-    PyObject *result = PyObject_CallFunctionObjArgs(method, tensor, NULL);
-    CHECK(result != NULL);
-    *number = PyLong_AsUnsignedLongLong(result);
-    Py_DECREF(result);
-    return PyErr_Occurred() ? -1 : 1;
-}
-
-/* Whether an attribute is this object. */
-static int has(PyObject *object, PyObject *name, PyObject *value) {
-    PyObject *found = PyObject_GetAttr(object, name);
-    CHECK(found != NULL);
-    Py_DECREF(found);
-    return found == value;
-}
-
-static int find_dtype(PyObject *tensor, const Dtype **dtype) {
-    PyObject *found = PyObject_GetAttr(tensor, n_dtype);
-    CHECK(found != NULL);
-    Py_DECREF(found); /* torch keeps it */
-    for (int i = 0; i < num_dtypes; i++)
-        if (dtypes[i].dtype == found) {
-            *dtype = &dtypes[i];
-            return 1;
-        }
-    return 0;
-}
-
-#define REQUIRE(check)                                                                                                 \
-    do {                                                                                                               \
-        int result_ = (check);                                                                                         \
-        if (result_ <= 0)                                                                                              \
-            return result_;                                                                                            \
-    } while (0)
-
-/* Whether the elements of a tensor can be accessed in their order in memory, and it has any. */
+/* Whether a tensor is plain, and not sent in chunks: where a rank passes GPU tensors through host memory, larger tensors
+   are. */
 static int read_tensor(const PlainCalls *self, PyObject *tensor, Memory *memory) {
-    uint64_t address;
-    PyObject *type = (PyObject *)Py_TYPE(tensor); /* other subclasses may redefine attributes */
-    REQUIRE(type == tensor_type || type == parameter_type);
-    REQUIRE(find_dtype(tensor, &memory->dtype));
-    REQUIRE(has(tensor, n_layout, strided));
-    REQUIRE(has(tensor, n_is_cpu, Py_True));
-    REQUIRE(call_is_true(is_contiguous, tensor));
-    int is_negated = call_is_true(is_neg, tensor);
-    REQUIRE(is_negated < 0 ? -1 : !is_negated);
-    REQUIRE(call_number(data_ptr, tensor, &address));
-    REQUIRE(call_number(numel, tensor, &memory->count));
-    memory->address = (char *)(uintptr_t)address; /* NULL: no elements */
-    memory->nbytes = memory->count * memory->dtype->item;
-    /* Where a rank passes GPU tensors through host memory, larger tensors are sent in chunks. */
-    return address != 0 && memory->nbytes <= self->whole_bytes;
+    REQUIRE(mpicomm_read_tensor(tensor, memory));
+    return memory->nbytes <= self->whole_bytes;
 }
 
 static void keep(Call *call, PyObject *object) {
@@ -192,13 +113,8 @@ static int read_kept(const PlainCalls *self, PyObject *tensor, Memory *memory, C
     return read_tensor(self, tensor, memory);
 }
 
-/* Return the only element of a list, or NULL. */
-static PyObject *single(PyObject *list) {
-    return PyList_CheckExact(list) && PyList_Size(list) == 1 ? PyList_GetItem(list, 0) : NULL;
-}
-
 static int read_single(const PlainCalls *self, PyObject *list, Memory *memory, Call *call) {
-    PyObject *tensor = single(list);
+    PyObject *tensor = mpicomm_single(list);
     return tensor == NULL ? 0 : read_kept(self, tensor, memory, call);
 }
 
@@ -225,7 +141,7 @@ static int compare_addresses(const void *first, const void *second) {
 
 /* Whether a list of a list has a separate tensor like `block` for each rank. The blocks are those of the call. */
 static int read_list(const PlainCalls *self, PyObject *lists, const Memory *block, Call *call) {
-    PyObject *list = single(lists);
+    PyObject *list = mpicomm_single(lists);
     if (list == NULL || !PyList_CheckExact(list) || PyList_Size(list) != self->size)
         return 0;
     size_t size = (size_t)self->size;
@@ -534,8 +450,6 @@ static int call_mpi(const PlainCalls *self, const Call *call) {
     }
 }
 
-static PyObject *mpi_exception;
-
 /* Return a copy of the lists and the lists in them, which the caller may change. */
 static PyObject *copy_of(PyObject *object) {
     if (!PyList_CheckExact(object))
@@ -588,15 +502,7 @@ static int run(PlainCalls *self, const Call *call, PyObject *const *args, PyObje
     Py_BEGIN_ALLOW_THREADS
     error = call_mpi(self, call);
     Py_END_ALLOW_THREADS
-    if (error != 0) {
-        PyObject *exception = PyObject_CallFunction(mpi_exception, "i", error);
-        if (exception != NULL) {
-            PyErr_SetObject(mpi_exception, exception);
-            Py_DECREF(exception);
-        }
-        return -1;
-    }
-    return 0;
+    return error == 0 ? 0 : mpicomm_raise_mpi(error);
 }
 
 /* -- a call in the queue ---------------------------------------------------------------------------------------- */
@@ -719,13 +625,6 @@ static void fail_turn(PlainCalls *self, CallRecord *record) {
     PyErr_Restore(type, error, traceback);
 }
 
-static PyObject *work_of(PyObject *type, PyObject *results) {
-    PyObject *work = PyObject_CallNoArgs(type);
-    if (work != NULL && PyObject_SetAttr(work, n_tensors, results) < 0)
-        Py_CLEAR(work);
-    return work;
-}
-
 static CallRecord *record_call(PlainCalls *self, const Call *call, PyObject *const *args) {
     const Method *method = call->method;
     PyObject *root = root_of(call);
@@ -743,15 +642,9 @@ static PyObject *run_now(PlainCalls *self, Call *call, PyObject *const *args, Py
     if (record == NULL || run(self, call, args, results) < 0 || mpicomm_end_record(record) < 0)
         fail_turn(self, record);
     else if (end_turn(self) == 0)
-        work = work_of(completed_work, results);
+        work = mpicomm_work(mpicomm_completed_work, results);
     Py_XDECREF(record);
     return work;
-}
-
-/* Whether a profiler or a dispatch mode is active. */
-static int needs_general_path(void) {
-    int is_profiled = mpicomm_returns_true(is_profiling);
-    return is_profiled != 0 ? is_profiled : mpicomm_returns_true(active_modes);
 }
 
 /* Keep the work of few elements alive after its caller has dropped it, as the executor does. */
@@ -776,7 +669,7 @@ static PyObject *start_now(PlainCalls *self, Call *call, Prepare prepare, PyObje
         if (record == NULL || mpicomm_end_record(record) < 0)
             fail_turn(self, record);
         else if (end_turn(self) == 0)
-            work = work_of(early_work, results);
+            work = mpicomm_work(early_work, results);
         if (work != NULL && (PyObject_SetAttr(work, n_queue, self->executor) < 0 || keep_alive(self, call, work) < 0))
             Py_CLEAR(work);
         Py_XDECREF(record);
@@ -794,7 +687,7 @@ static PyObject *start_now(PlainCalls *self, Call *call, Prepare prepare, PyObje
 static PyObject *submit(PlainCalls *self, PyObject *const *args, int index, Prepare prepare, PyObject *results) {
     Call call = {.method = &methods[index]};
     PyObject *work = NULL;
-    int result = needs_general_path();
+    int result = mpicomm_needs_general_path();
     result = result < 0 ? -1 : result > 0 ? 0 : prepare(self, args, &call);
     if (result > 0) {
         int is_async = mpicomm_is_true(args[call.method->arguments], n_async);
@@ -822,7 +715,7 @@ static PyObject *list_of(PyObject *tensor) {
 }
 
 static PyObject *first_or_empty(PyObject *lists) {
-    PyObject *list = single(lists);
+    PyObject *list = mpicomm_single(lists);
     return list != NULL ? mpicomm_reference(list) : PyList_New(0);
 }
 
@@ -986,27 +879,13 @@ int mpicomm_add_plain_calls(PyObject *module) {
 
 /* -- configuration ---------------------------------------------------------------------------------------------- */
 
-static int take_dtype(PyObject *row, Dtype *dtype) {
-    PyObject *object;
-    unsigned long long item, code;
-    long long arithmetic, carrier;
-    int sum_row, average_row;
-    CHECK(PyArg_ParseTuple(row, "OiKKiiLL", &object, &dtype->kind, &item, &code, &sum_row, &average_row, &arithmetic,
-                           &carrier));
-    dtype->dtype = mpicomm_reference(object);
-    dtype->item = item, dtype->code = code, dtype->sum = (Row)sum_row, dtype->average = (Row)average_row;
-    dtype->arithmetic = (Handle)arithmetic, dtype->carrier = (Handle)carrier;
-    return 0;
-}
-
 static int take_names(void) {
     static const struct {
         PyObject **place;
         const char *text;
     } names[] = {
-        {&n_dtype, "dtype"},         {&n_layout, "layout"},   {&n_is_cpu, "is_cpu"},    {&n_async, "asyncOp"},
-        {&n_reduce_op, "reduceOp"},  {&n_root, "rootRank"},   {&n_tensors, "tensors"},  {&n_is_open, "is_open"},
-        {&n_shape, "shape"},         {&n_queue, "queue"},
+        {&n_async, "asyncOp"},   {&n_reduce_op, "reduceOp"}, {&n_root, "rootRank"},
+        {&n_is_open, "is_open"}, {&n_shape, "shape"},        {&n_queue, "queue"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         CHECK((*names[i].place = mpicomm_name(names[i].text)) != NULL);
@@ -1015,39 +894,16 @@ static int take_names(void) {
     return 0;
 }
 
-int mpicomm_configure_calls(PyObject *objects, PyObject *rows, PyObject *options, const char *mpi, long long sum_op,
-                            long long in_place_address) {
-    static const struct {
-        PyObject **place;
-        const char *name;
-    } taken[] = {
-        {&tensor_type, "tensor"},       {&parameter_type, "parameter"}, {&strided, "strided"},
-        {&sum, "sum"},                  {&average, "average"},          {&is_contiguous, "is_contiguous"},
-        {&is_neg, "is_neg"},            {&data_ptr, "data_ptr"},        {&numel, "numel"},
-        {&is_profiling, "is_profiling"}, {&active_modes, "active_modes"}, {&callbacks, "callbacks"},
-        {&message_threads, "message_threads"}, {&completed_work, "completed_work"}, {&early_work, "early_work"},
-        {&note_writes, "note_writes"},
-        {&mpi_exception, "mpi_exception"},
-    };
-    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++)
-        CHECK(mpicomm_take(objects, taken[i].name, taken[i].place) == 0);
+int mpicomm_configure_calls(PyObject *objects, PyObject *options, long long sum_op, long long in_place_address) {
+    CHECK(mpicomm_take(objects, "sum", &sum) == 0);
+    CHECK(mpicomm_take(objects, "average", &average) == 0);
+    CHECK(mpicomm_take(objects, "callbacks", &callbacks) == 0);
+    CHECK(mpicomm_take(objects, "message_threads", &message_threads) == 0);
+    CHECK(mpicomm_take(objects, "early_work", &early_work) == 0);
+    CHECK(mpicomm_take(objects, "note_writes", &note_writes) == 0);
     CHECK(take_names() == 0);
     for (size_t i = 0; i < NUM_METHODS; i++)
         CHECK(mpicomm_take(options, methods[i].name, &methods[i].options) == 0);
-    Py_ssize_t number = PySequence_Size(rows);
-    CHECK(number >= 0);
-    for (num_dtypes = 0; num_dtypes < number && num_dtypes < MAX_DTYPES; num_dtypes++) {
-        PyObject *row = PySequence_GetItem(rows, num_dtypes);
-        CHECK(row != NULL);
-        int result = take_dtype(row, &dtypes[num_dtypes]);
-        Py_DECREF(row);
-        CHECK(result == 0);
-    }
-    const char *missing = mpicomm_find_mpi(mpi);
-    if (missing != NULL) {
-        PyErr_Format(PyExc_OSError, "%s has no function %s", mpi, missing);
-        return -1;
-    }
     mpi_sum = (Handle)sum_op, in_place = (Handle)in_place_address;
     return 0;
 }

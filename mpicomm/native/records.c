@@ -64,7 +64,7 @@ int mpicomm_add_record_types(PyObject *module) {
 /* -- the state of flight_recorder ------------------------------------------------------------------------------- */
 
 static PyObject *operation_type, *get_frame, *find_caller, *note_thread, *numbers, *ring, *latest, *running;
-static PyObject *f_code, *f_lasti, *no, *depths[NUM_KINDS + 1];
+static PyObject *f_code, *f_lasti, *depths[NUM_KINDS + 1];
 static allocfunc allocate;
 
 static struct {
@@ -94,7 +94,7 @@ int mpicomm_configure_recorder(PyObject *objects) {
         CHECK((depths[i] = PyLong_FromLong(i)) != NULL);
     for (int i = 0; i < NUM_KINDS; i++)
         depth_of_kind[i] = USUAL_DEPTH;
-    f_code = mpicomm_name("f_code"), f_lasti = mpicomm_name("f_lasti"), no = Py_False;
+    f_code = mpicomm_name("f_code"), f_lasti = mpicomm_name("f_lasti");
     CHECK(f_code != NULL && f_lasti != NULL);
     return 0;
 }
@@ -174,42 +174,54 @@ static int remember_thread(void) {
     return 0;
 }
 
-/* Number the record, in its group and in this process, and store it in the ring. */
-static int store(CallRecord *record, GroupRecord *group) {
+/* Number a collective in its group. */
+static int take_number(CallRecord *record, GroupRecord *group) {
     long long sequence = PyLong_AsLongLong(group->sequence);
     CHECK(sequence != -1 || !PyErr_Occurred());
     PyObject *next = PyLong_FromLongLong(sequence + 1);
     CHECK(next != NULL);
     mpicomm_replace(&group->sequence, next);
     record->sequence = mpicomm_reference(next);
+    return 0;
+}
+
+/* Number the record in this process, and store it in the ring. */
+static int store(CallRecord *record) {
     CHECK((record->number = PyIter_Next(numbers)) != NULL);
     Py_ssize_t number = PyLong_AsSsize_t(record->number);
     CHECK(PyList_SetItem(ring, number % PyList_Size(ring), mpicomm_reference((PyObject *)record)) == 0);
     return PyList_SetItem(latest, 0, mpicomm_reference((PyObject *)record));
 }
 
-CallRecord *mpicomm_record(GroupRecord *group, int kind, PyObject *name, PyObject *dtype, uint64_t count,
-                           PyObject *peer, PyObject *options) {
+/* Create a record of a call with its site, which is not in the ring yet. */
+static CallRecord *create(GroupRecord *group, int kind, PyObject *name, PyObject *dtype, uint64_t count,
+                          PyObject *peer) {
     if (remember_thread() < 0)
         return NULL;
     CallRecord *record = (CallRecord *)allocate((PyTypeObject *)operation_type, 0);
     if (record == NULL)
         return NULL;
-    if (find_site(record, kind) < 0)
-        goto failed;
     record->group = mpicomm_reference((PyObject *)group);
-    record->is_message = mpicomm_reference(no);
     record->name = mpicomm_reference(name);
     record->dtype = mpicomm_reference(dtype);
     record->peer = mpicomm_reference(peer);
-    record->usual_limit = mpicomm_reference(group->timeout);
-    record->limit_or_options = mpicomm_reference(options); /* to read it would take tenths of a microsecond */
     record->count = PyLong_FromUnsignedLongLong(count);
     record->called_at = now();
-    if (record->count == NULL || record->called_at == NULL)
-        goto failed;
+    if (record->count == NULL || record->called_at == NULL || find_site(record, kind) < 0)
+        Py_CLEAR(record);
+    return record;
+}
+
+CallRecord *mpicomm_record(GroupRecord *group, int kind, PyObject *name, PyObject *dtype, uint64_t count,
+                           PyObject *peer, PyObject *options) {
+    CallRecord *record = create(group, kind, name, dtype, count, peer);
+    if (record == NULL)
+        return NULL;
+    record->is_message = mpicomm_reference(Py_False);
+    record->usual_limit = mpicomm_reference(group->timeout);
+    record->limit_or_options = mpicomm_reference(options); /* to read it would take tenths of a microsecond */
     record->start = mpicomm_reference(record->called_at);
-    if (store(record, group) < 0)
+    if (take_number(record, group) < 0 || store(record) < 0)
         goto failed;
     if (group->running == NULL || group->running == Py_None)
         mpicomm_replace(&group->running, mpicomm_reference((PyObject *)record));
@@ -221,6 +233,38 @@ failed:
     return NULL;
 }
 
+/* Return the next number of a message with this name, peer and tag. */
+static PyObject *next_message(PyObject *message_numbers, PyObject *name, PyObject *peer, PyObject *tag) {
+    PyObject *number = NULL, *key = PyTuple_Pack(3, name, peer, tag);
+    PyObject *counter = key != NULL ? PyObject_GetItem(message_numbers, key) : NULL;
+    if (counter != NULL)
+        number = PyIter_Next(counter);
+    Py_XDECREF(counter);
+    Py_XDECREF(key);
+    return number;
+}
+
+CallRecord *mpicomm_record_message(GroupRecord *group, int kind, PyObject *name, PyObject *dtype, uint64_t count,
+                                   PyObject *peer, PyObject *tag, PyObject *message_numbers) {
+    CallRecord *record = create(group, kind, name, dtype, count, peer);
+    if (record == NULL)
+        return NULL;
+    record->is_message = mpicomm_reference(Py_True);
+    record->limit_or_options = mpicomm_reference(group->timeout);
+    record->tag = mpicomm_reference(tag);
+    record->message = next_message(message_numbers, name, peer, tag);
+    if (record->message == NULL || store(record) < 0)
+        Py_CLEAR(record);
+    return record;
+}
+
+int mpicomm_begin_wait(CallRecord *record) {
+    PyObject *time = now();
+    CHECK(time != NULL);
+    mpicomm_replace(&record->start, time);
+    return PyDict_SetItem(running, record->number, (PyObject *)record);
+}
+
 int mpicomm_end_record(CallRecord *record) {
     GroupRecord *group = (GroupRecord *)record->group;
     PyObject *time = now();
@@ -230,7 +274,7 @@ int mpicomm_end_record(CallRecord *record) {
         Py_CLEAR(group->running);
         return 0;
     }
-    if (PyDict_DelItem(running, record->number) < 0)
-        PyErr_Clear(); /* the world has ended meanwhile */
+    if (record->start != NULL && record->start != Py_None && PyDict_DelItem(running, record->number) < 0)
+        PyErr_Clear(); /* the world has ended meanwhile, or a wait timed out */
     return 0;
 }

@@ -34,6 +34,15 @@ int mpicomm_configure_recorder(PyObject *objects);
 CallRecord *mpicomm_record(GroupRecord *group, int kind, PyObject *name, PyObject *dtype, uint64_t count,
                            PyObject *peer, PyObject *options);
 
+/* Record a message that nobody waits for yet; returns the same.
+
+   message_numbers: the counters of the group's messages, by name, peer and tag */
+CallRecord *mpicomm_record_message(GroupRecord *group, int kind, PyObject *name, PyObject *dtype, uint64_t count,
+                                   PyObject *peer, PyObject *tag, PyObject *message_numbers);
+
+/* Record that a call waits for the message. */
+int mpicomm_begin_wait(CallRecord *record);
+
 /* Record that the operation has completed. */
 int mpicomm_end_record(CallRecord *record);
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -16,8 +17,10 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm import mpi
-from mpicomm.backend.execution.pending_messages import MessageWork
+from mpicomm.backend.execution.message_work import MessageWork
+from mpicomm.backend.execution.pending_messages import REAP_ABOVE
 from mpicomm.backend.transfer import mpi_calls
+from mpicomm.recorder import flight_recorder
 from tests.mpi.sweep import sweep
 from tests.time_limits import scaled, wait_until
 from tests.worlds import Group, on_groups
@@ -34,6 +37,14 @@ def ring(group: Group) -> tuple[int, int]:
     if group.size == 1:
         pytest.skip("a ring needs two ranks")
     return (group.rank + 1) % group.size, (group.rank - 1) % group.size
+
+
+def memory(count: int, gap: int) -> torch.Tensor:
+    """Return a tensor of zeros; with a gap of 2 it is not dense, and its messages take the general path."""
+    return torch.zeros(gap * count)[::gap]
+
+
+either_path = pytest.mark.parametrize("gap", [1, 2], ids=["plain", "general"])
 
 
 def message(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -142,13 +153,20 @@ def test_a_future_completes_without_a_wait(world: mpicomm.World) -> None:
 
 
 @needs_two
-@pytest.mark.parametrize("sent", [3, 50])
-def test_a_message_of_another_size_is_an_error(world: mpicomm.World, sent: int) -> None:
+@either_path
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (3, "recv: expected 10 elements of .* from rank 0 .tag 4., got 3"),
+        (50, r"recv of float32\[10\] failed: .*(TRUNC|truncated)"),
+    ],
+)
+def test_a_message_of_another_size_is_an_error(world: mpicomm.World, sent: int, message: str, gap: int) -> None:
     if world.rank == 0:
-        dist.send(torch.ones(sent), 1)
+        dist.send(torch.ones(sent), 1, tag=4)
     elif world.rank == 1:
-        work = dist.irecv(torch.empty(10), 0)
-        with pytest.raises(RuntimeError, match=r"recv") as caught:
+        work = dist.irecv(memory(10, gap), 0, tag=4)
+        with pytest.raises(RuntimeError, match=message) as caught:
             work.wait()
         assert work.is_completed()
         assert not work.is_success()
@@ -156,16 +174,160 @@ def test_a_message_of_another_size_is_an_error(world: mpicomm.World, sent: int) 
 
 
 @needs_two
-def test_completed_messages_are_not_kept(world: mpicomm.World) -> None:
-    tensor = torch.ones(1000)
-    memory = weakref.ref(tensor)
+@either_path
+def test_completed_messages_are_not_kept(world: mpicomm.World, gap: int) -> None:
+    tensor = memory(1000, gap)
+    kept = weakref.ref(tensor)
     if world.rank == 0:
         dist.send(tensor, 1)
     elif world.rank == 1:
         dist.recv(tensor, 0)
     del tensor
     gc.collect()
-    assert memory() is None
+    assert kept() is None
+
+
+@needs_two
+@either_path
+def test_messages_without_a_wait_are_freed(world: mpicomm.World, gap: int) -> None:
+    """Neither the sender nor the receiver keeps all of them."""
+    messages, number = dist.group.WORLD._executor.messages, 20 * REAP_ABOVE
+    for count in (1, 2000):
+        for _ in range(number):
+            if world.rank == 0:
+                dist.isend(memory(count, gap), 1)
+            elif world.rank == 1:
+                dist.irecv(memory(count, gap), 0)
+        dist.barrier()
+        for _ in range(3 * REAP_ABOVE):
+            if world.rank == 0:
+                dist.send(memory(count, gap), 1)
+            elif world.rank == 1:
+                dist.irecv(memory(count, gap), 0)
+        if world.rank == 1:
+            assert len(messages._in_flight) < number // 2
+            wait_until(lambda: not messages._test_in_flight(), "all messages have arrived")
+
+
+@needs_two
+def test_messages_of_both_paths_are_recorded_and_numbered_alike(world: mpicomm.World) -> None:
+    group = dist.new_group([0, 1])
+    for number, gap in enumerate((1, 2, 1, 2), 1):
+        if world.rank == 0:
+            dist.send(memory(3, gap), 1, group, tag=5)
+        elif world.rank == 1:
+            dist.recv(memory(3, gap), 0, group, tag=5)
+        if world.rank < 2:
+            operation = flight_recorder.last()
+            assert (operation.name, operation.peer) == (("send", 1), ("recv", 0))[world.rank]
+            assert (operation.message, operation.tag, operation.count, operation.sequence) == (number, 5, 3, None)
+            assert operation.is_message
+            assert operation.where.endswith("(test_messages_of_both_paths_are_recorded_and_numbered_alike)")
+            assert operation.end is not None
+            assert operation.limit == group.timeout_seconds
+            assert flight_recorder.running() == []
+    if world.rank < 2:
+        dist.destroy_process_group(group)
+
+
+@needs_two
+@either_path
+def test_a_waiting_receive_is_recorded_as_running(world: mpicomm.World, gap: int) -> None:
+    if world.rank == 0:
+        time.sleep(0.2)
+        dist.send(memory(1, gap), 1)
+    elif world.rank == 1:
+        work, seen = dist.irecv(memory(1, gap), 0), []
+        watching = threading.Thread(
+            target=lambda: wait_until(lambda: seen.extend(flight_recorder.running()) or bool(seen), "it waits")
+        )
+        watching.start()
+        work.wait()
+        watching.join()
+        assert [operation.name for operation in seen] == ["recv"]
+
+
+@needs_two
+@either_path
+def test_two_threads_wait_for_one_message(world: mpicomm.World, gap: int) -> None:
+    if world.rank == 0:
+        time.sleep(0.1)
+        dist.send(torch.ones(3), 1)
+    elif world.rank == 1:
+        tensor, results = memory(3, gap), []
+        work = dist.irecv(tensor, 0)
+        threads = [threading.Thread(target=lambda: results.append(work.wait())) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [True, True]
+        assert bool((tensor == 1).all())
+
+
+@pytest.mark.mpi(min_size=3)
+@either_path
+def test_the_sender_of_a_message_is_a_rank_of_the_group(world: mpicomm.World, gap: int) -> None:
+    group = dist.new_group([1, 2])
+    if world.rank == 2:
+        dist.send(torch.ones(1), 1, group)
+    elif world.rank == 1:
+        work = dist.irecv(memory(1, gap), 2, group)
+        with pytest.raises(mpicomm.MpicommError, match="completed receive"):
+            dist.isend(torch.ones(1), 1)._source_rank()
+        dist.recv(torch.ones(1), 1)
+        work.wait()
+        assert work._source_rank() == 1
+    if world.rank in (1, 2):
+        dist.destroy_process_group(group)
+
+
+@needs_two
+@either_path
+def test_works_of_messages_in_a_batch(world: mpicomm.World, gap: int) -> None:
+    if world.rank < 2:
+        received, other, group = memory(3, gap), 1 - world.rank, dist.group.WORLD
+        group._start_coalescing(torch.device("cpu"))
+        group.send([torch.full((3,), 1.0 + world.rank)], other, 0)
+        group.recv([received], other, 0)
+        group._end_coalescing(torch.device("cpu")).wait()
+        assert torch.equal(received, torch.full((3,), 1.0 + other))
+
+
+@needs_two
+@either_path
+def test_a_message_on_a_broken_or_destroyed_group(world: mpicomm.World, gap: int) -> None:
+    group = dist.new_group([0, 1])
+    if world.rank < 2:
+        works = [dist.irecv(memory(1, gap), 1 - world.rank, group)]
+        works.append(dist.isend(memory(1, gap), 1 - world.rank, group))
+        for work in works:
+            work.wait()
+        group._executor.record.broken = "a test says so"
+        for call in (dist.send, dist.recv):
+            with pytest.raises(mpicomm.MpicommError, match="cannot be used any more: a test says so"):
+                call(memory(1, gap), 1 - world.rank, group)
+        group._executor.record.broken = ""
+        dist.destroy_process_group(group)
+        for call in (group.send, group.recv):
+            with pytest.raises(mpicomm.MpicommError, match="was destroyed"):
+                call([memory(1, gap)], 1 - world.rank, 0)
+
+
+@needs_two
+def test_no_memory_is_lost_by_messages(world: mpicomm.World) -> None:
+    tensor, received, counts = torch.ones(4), torch.empty(4), []
+    if world.rank > 1:
+        return
+    other = 1 - world.rank
+    for _ in range(3):
+        for _ in range(2 * flight_recorder.RING):
+            works = [dist.irecv(received, other), dist.isend(tensor, other)]
+            for work in works:
+                work.wait()
+        gc.collect()
+        counts.append(sys.getrefcount(tensor) + sys.getrefcount(received) + sys.getrefcount(None))
+    assert abs(counts[1] - counts[2]) < flight_recorder.RING
 
 
 class _Uncopied:
@@ -187,7 +349,7 @@ class _Uncopied:
 def test_a_small_message_is_in_flight_until_mpi_has_copied_it(
     world: mpicomm.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor = torch.full((3,), 7.0 + world.rank)
+    tensor = memory(3, gap=2).fill_(7.0 + world.rank)
     send = mpi_calls.send
     monkeypatch.setattr(mpi_calls, "send", lambda *args: _Uncopied(send(*args)))
     if world.rank == 0:
@@ -241,15 +403,16 @@ def test_a_dropped_handle_loses_nothing(world: mpicomm.World) -> None:
 
 
 @needs_two
+@either_path
 @pytest.mark.parametrize("busy", [0, 1], ids=["sender", "receiver"])
-def test_a_large_message_arrives_while_its_rank_does_something_else(world: mpicomm.World, busy: int) -> None:
+def test_a_large_message_arrives_while_its_rank_does_something_else(world: mpicomm.World, busy: int, gap: int) -> None:
     """The busy rank waits for a key of the store, which the other rank sets after the message; this works on Gloo.
 
     The poller of the busy rank, which does not wait for the message, sleeps before the message starts.
     """
     store = dist.distributed_c10d._get_default_store()
-    started, arrived = f"a-large-message-{busy}-started", f"a-large-message-{busy}-arrived"
-    tensor = torch.full((8_000_000,), 1.0 + world.rank)
+    started, arrived = f"a-large-message-{busy}-{gap}-started", f"a-large-message-{busy}-{gap}-arrived"
+    tensor = memory(8_000_000, gap).fill_(1.0 + world.rank)
     start = [lambda: dist.isend(tensor, 1), lambda: dist.irecv(tensor, 0)]
     if world.rank == busy:
         poller = dist.group.WORLD._executor.messages._get_poller()
@@ -280,7 +443,7 @@ def test_the_progress_thread_sleeps_without_messages(world: mpicomm.World) -> No
             works.append(dist.isend(torch.ones(1_000_000), other, group=group))
             for work in works:
                 work.wait()
-            poller = group._executor.messages._poller
+            poller = group._executor.messages.poller
             assert mpi.poll(functools.partial(getattr, poller, "is_idle"), scaled(10), longest_pause=0.01)
     dist.destroy_process_group(group)
     assert poller is None or not poller._thread.is_alive()

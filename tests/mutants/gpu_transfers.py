@@ -150,13 +150,13 @@ MUTANTS = [
         "_Part.deliver", "self.start()", "", "A received message replaces content that is still to be read."
     ),
     _on_the_device(
-        "MessageWork._advance",
+        "Transfer._advance",
         "self._copied.synchronize()",
         "pass",
         "A receive ends before the message is on the device.",
     ),
     _on_the_device(
-        "MessageWork._advance",
+        "Transfer._advance",
         "not self._copied.query()",
         "self._copied.synchronize()",
         "A message to a busy stream delays all other messages.",
@@ -169,11 +169,17 @@ MUTANTS = [
         "A message from the host overtakes an earlier one from the device.",
     ),
     _on_the_device(
-        "MessageWork.is_completed",
+        "Transfer.test",
         "self._messages.unposted.post_ready()",
         "pass",
         "A message is not sent while its rank computes.",
         f"{LATE} -k while_its_rank_computes",
+    ),
+    _on_the_device(
+        "plain_messages.c",
+        "REQUIRE(unposted == 0 && ",
+        "REQUIRE(",
+        "A plain message from the host overtakes an earlier one from the device.",
     ),
     # -- collectives API ------------------------------------------------------------------------------------
     _on_the_device(
@@ -240,8 +246,8 @@ MUTANTS = [
         tests="tests/unit/test_posting_queue.py -k queries_no_event",
     ),
     Mutant(
-        "MessageWork._advance",
-        old="not waits and vendors.is_capturing(self.tensors[0].device)",
+        "Transfer._advance",
+        old="not waits and vendors.is_capturing(self.tensor.device)",
         new="False",
         fault="The copy of a received message becomes a part of the CUDA graph that its caller captures.",
         tests="tests/unit/test_posting_queue.py -k completes_no_message",

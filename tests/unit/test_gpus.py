@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mpicomm.backend.execution.pending_messages import Poller
+from mpicomm.backend.execution.poller import Poller
 from mpicomm.backend.execution.worker_thread import Worker
 from mpicomm.backend.gpu.thread_device import ThreadDevice
 from mpicomm.devices import accelerator, vendors

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mpicomm import mpi
-from mpicomm.backend.execution.pending_messages import MessageWork, PendingMessages
+from mpicomm.backend.execution.message_work import Transfer
+from mpicomm.backend.execution.pending_messages import PendingMessages
 from mpicomm.backend.execution.posting_queue import PostingQueue
 from mpicomm.devices import vendors
 
@@ -148,9 +149,9 @@ def test_a_thread_that_captures_a_graph_completes_no_message(capture: Capture) -
     copied: list[int] = []
     request = mock.Mock(Test=lambda _status: True)
     tensor = torch.empty(1, device="meta")
-    work = MessageWork([tensor], request, tensor, mock.Mock(), mock.Mock(), lambda _status: copied.append(1))
-    assert not work.is_completed()
+    transfer = Transfer(request, tensor, tensor, mock.Mock(), mock.Mock(), lambda _status: copied.append(1))
+    assert not transfer.test()
     assert copied == []
     capture.is_running = False
-    assert work.is_completed()
+    assert transfer.test()
     assert copied == [1]
