@@ -47,10 +47,12 @@ typedef struct {
     PyObject_HEAD
     /* objects of the group's executor */
     PyObject *group, *executor, *state, *jobs, *acquire, *release, *queue, *fail, *run_by_mpi, *run_general, *keep_work;
+    PyObject *batch, *make_job, *make_call, *add_first, *wake;
+    PyObject *spare; /* a job for the next call that begins in the call and continues in the queue */
     /* of its slots */
     PyObject *on_wait, *explain;
     Group *slots;
-    int rank, size, reduces_in_place, has_threads, above;
+    int rank, size, reduces_in_place, has_threads, above, is_closed;
     uint64_t whole_bytes, step_bytes, kept_elements;
     uint64_t least[NUM_OPERATIONS][2]; /* the size from which the algorithm `above` is used, by operation and row */
     Handle comm;
@@ -61,7 +63,8 @@ typedef enum { GENERAL, SLOTS } Above; /* how calls of larger sizes run: by the 
 /* -- objects of Python ------------------------------------------------------------------------------------------ */
 
 static PyObject *sum, *average, *callbacks, *message_threads, *early_work, *note_writes;
-static PyObject *n_async, *n_reduce_op, *n_root, *n_is_open, *n_shape, *n_queue;
+static PyObject *n_async, *n_reduce_op, *n_root, *n_is_open, *n_shape, *n_queue, *n_call, *n_work;
+static PyObject *n_tensors, *n_operation, *n_flushes_denormals;
 static Handle mpi_sum, in_place;
 
 static Method methods[] = {
@@ -382,6 +385,11 @@ static int may_differ(const Call *call) {
     return call->method->operation == GATHER || call->method->operation == SCATTER;
 }
 
+static int raise_destroyed(const char *when) {
+    PyErr_Format(PyExc_RuntimeError, "the group was destroyed %s the operation.\nDestroy it when no thread uses it.", when);
+    return -1;
+}
+
 /* Run a call in slots; return how it ended. `on_wait` and `explain` keep the slots alive. */
 static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on_wait, PyObject *explain) {
     int status;
@@ -398,9 +406,7 @@ static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on
     }
     while (status == WAITING) {
         if (self->slots != slots) {
-            PyErr_SetString(PyExc_RuntimeError, "the group was destroyed during the operation.\n"
-                                                "Destroy it when no thread uses it.");
-            return -1;
+            return raise_destroyed("during");
         }
         CHECK(mpicomm_drop(PyObject_CallNoArgs(on_wait)) == 0); /* also runs signal handlers */
         Py_BEGIN_ALLOW_THREADS
@@ -416,11 +422,8 @@ static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on
 }
 
 static int run_slots(PlainCalls *self, const Call *call) {
-    if (self->slots == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the group was destroyed before the operation.\n"
-                                            "Destroy it when no thread uses it.");
-        return -1;
-    }
+    if (self->slots == NULL)
+        return raise_destroyed("before");
     PyObject *on_wait = mpicomm_reference(self->on_wait), *explain = mpicomm_reference(self->explain);
     int status = run_in(self, self->slots, call, on_wait, explain);
     Py_DECREF(on_wait);
@@ -516,6 +519,7 @@ typedef struct {
     PyObject *args, *results; /* copies of the lists */
     const Method *method;
     Prepare prepare;
+    uint64_t signature, numbers; /* of the call */
     int has_begun;
 } QueuedCall;
 
@@ -529,13 +533,16 @@ static PyObject *run_queued(PyObject *self, PyObject *args, PyObject *keywords) 
     for (int i = 0; i <= queued->method->arguments; i++)
         if ((arguments[i] = PyTuple_GetItem(queued->args, i)) == NULL)
             return NULL;
+    if (queued->owner->is_closed)
+        return raise_destroyed("before"), NULL;
     int result = queued->prepare(queued->owner, arguments, &call); /* again: their memory may have moved */
-    if (result > 0) {
-        result = run(queued->owner, &call, arguments, queued->results);
-    } else if (result == 0 && queued->has_begun) {
-        PyErr_SetString(PyExc_RuntimeError, "a tensor was changed during an operation that uses it.\n"
-                                            "Call wait() on the work of the operation first.");
+    int is_same = result > 0 ? call.signature == queued->signature && call.numbers == queued->numbers : !call.has_begun;
+    if (result >= 0 && !is_same) {
+        PyErr_SetString(PyExc_RuntimeError, "a tensor or the options of an operation were changed before it completed.\n"
+                                            "Call wait() on its work first.");
         result = -1;
+    } else if (result > 0) {
+        result = run(queued->owner, &call, arguments, queued->results);
     } else if (result == 0) {
         result = run_in_python(queued->owner->run_general, queued->method, arguments);
     }
@@ -554,31 +561,40 @@ static void free_queued(PyObject *self) {
 }
 
 static PyType_Slot queued_slots[] = {{Py_tp_call, run_queued}, {Py_tp_dealloc, free_queued}, {0, NULL}};
-static PyType_Spec queued_spec = {"mpicomm.native.hot_path.QueuedCall", sizeof(QueuedCall), 0, Py_TPFLAGS_DEFAULT,
+static PyType_Spec queued_spec = {"mpicomm.native.hot_path.QueuedCall", sizeof(QueuedCall), 0,
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                                   queued_slots};
 
 static PyObject *root_of(const Call *call) {
     return call->root < 0 ? mpicomm_reference(Py_None) : PyLong_FromLong(call->root);
 }
 
-/* Queue a call; return its work. */
-static PyObject *queue_call(PlainCalls *self, const Call *call, Prepare prepare, PyObject *const *args,
-                            PyObject *results) {
-    PyObject *work = NULL, *root = NULL;
+static QueuedCall *create_queued(PlainCalls *self, const Call *call, Prepare prepare, PyObject *const *args,
+                                 PyObject *results) {
     QueuedCall *queued = PyObject_New(QueuedCall, (PyTypeObject *)queued_call_type);
     if (queued == NULL)
         return NULL;
     queued->owner = (PlainCalls *)mpicomm_reference((PyObject *)self);
-    queued->method = call->method, queued->prepare = prepare, queued->has_begun = call->has_begun;
+    queued->method = call->method, queued->prepare = prepare, queued->has_begun = 0;
+    queued->signature = call->signature, queued->numbers = call->numbers;
     queued->args = copy_arguments(call->method, args);
     queued->results = copy_of(results);
-    root = root_of(call);
-    if (queued->args != NULL && queued->results != NULL && root != NULL)
+    if (queued->args == NULL || queued->results == NULL)
+        Py_CLEAR(queued);
+    return queued;
+}
+
+/* Queue a call; return its work. */
+static PyObject *queue_call(PlainCalls *self, const Call *call, Prepare prepare, PyObject *const *args,
+                            PyObject *results) {
+    PyObject *work = NULL, *root = root_of(call);
+    QueuedCall *queued = root != NULL ? create_queued(self, call, prepare, args, results) : NULL;
+    if (queued != NULL)
         work = PyObject_CallFunction(self->queue, "OOOKOOO", queued, call->method->recorded_name, call->dtype->dtype,
                                      (unsigned long long)call->count, root, args[call->method->arguments],
                                      queued->results);
     Py_XDECREF(root);
-    Py_DECREF(queued);
+    Py_XDECREF((PyObject *)queued);
     return work;
 }
 
@@ -625,94 +641,177 @@ static void fail_turn(PlainCalls *self, CallRecord *record) {
     PyErr_Restore(type, error, traceback);
 }
 
-static CallRecord *record_call(PlainCalls *self, const Call *call, PyObject *const *args) {
+static CallRecord *create_record(PlainCalls *self, const Call *call, PyObject *const *args) {
     const Method *method = call->method;
     PyObject *root = root_of(call);
     CallRecord *record = NULL;
     if (root != NULL)
-        record = mpicomm_record((GroupRecord *)self->group, (int)method->operation, method->recorded_name,
-                                call->dtype->dtype, call->count, root, args[method->arguments]);
+        record = mpicomm_create_record((GroupRecord *)self->group, (int)method->operation, method->recorded_name,
+                                       call->dtype->dtype, call->count, root, args[method->arguments]);
     Py_XDECREF(root);
     return record;
 }
 
-static PyObject *run_now(PlainCalls *self, Call *call, PyObject *const *args, PyObject *results) {
-    PyObject *work = NULL;
-    CallRecord *record = record_call(self, call, args);
-    if (record == NULL || run(self, call, args, results) < 0 || mpicomm_end_record(record) < 0)
+/* Run a call at its turn; return its work. */
+static PyObject *run_now(PlainCalls *self, const Call *call, PyObject *const *args, PyObject *results,
+                         CallRecord *record) {
+    if (mpicomm_start_record(record) < 0 || run(self, call, args, results) < 0 || mpicomm_end_record(record) < 0) {
         fail_turn(self, record);
-    else if (end_turn(self) == 0)
-        work = mpicomm_work(mpicomm_completed_work, results);
-    Py_XDECREF(record);
-    return work;
+        return NULL;
+    }
+    return end_turn(self) == 0 ? mpicomm_work(mpicomm_completed_work, results) : NULL;
 }
+
+/* -- an asynchronous call that begins at once -------------------------------------------------------------------- */
+
+/* Other ranks have the contribution of such a call, so that it must complete. A signal handler may raise an exception in
+   any code of Python, or call operations there: none runs from the contribution until the call is in the queue. */
 
 /* Keep the work of few elements alive after its caller has dropped it, as the executor does. */
 static int keep_alive(PlainCalls *self, const Call *call, PyObject *work) {
-    if (call->count > self->kept_elements)
+    if (call->count > self->kept_elements || call->written > self->kept_elements * call->dtype->item)
         return 0;
     return mpicomm_drop(PyObject_CallFunctionObjArgs(self->keep_work, work, NULL));
 }
 
-/* Begin an asynchronous call at its turn. It completes if all ranks have begun it, as in programs whose ranks are in
-   step; otherwise the queue continues it. Other ranks never wait for the rest of it. */
-static PyObject *start_now(PlainCalls *self, Call *call, Prepare prepare, PyObject *const *args, PyObject *results) {
-    int has_completed;
-    PyObject *work = NULL;
-    mpicomm_begin(self->slots, call->signature, call->source, call->out, call->numbers);
-    call->has_begun = 1;
-    Py_BEGIN_ALLOW_THREADS
-    has_completed = mpicomm_complete_soon(self->slots);
-    Py_END_ALLOW_THREADS
-    if (has_completed) {
-        CallRecord *record = record_call(self, call, args);
-        if (record == NULL || mpicomm_end_record(record) < 0)
-            fail_turn(self, record);
-        else if (end_turn(self) == 0)
-            work = mpicomm_work(early_work, results);
-        if (work != NULL && (PyObject_SetAttr(work, n_queue, self->executor) < 0 || keep_alive(self, call, work) < 0))
-            Py_CLEAR(work);
-        Py_XDECREF(record);
-        return work;
+/* Have a job for a call that does not complete at once. */
+static int make_spare(PlainCalls *self) {
+    if (self->spare != NULL)
+        return 0;
+    PyObject *job = PyObject_CallNoArgs(self->make_job);
+    CHECK(job != NULL);
+    mpicomm_replace(&self->spare, job);
+    return 0;
+}
+
+/* Whether this thread computes with denormal numbers as zero. */
+static int flushes_denormals(void) {
+    static volatile double smallest = 4.9406564584124654e-324;
+    return smallest * 2 == 0;
+}
+
+/* Fill in a job, and its work, for a call that the queue continues. */
+static int fill_job(PlainCalls *self, const Call *call, QueuedCall *queued, CallRecord *record, PyObject *job,
+                    PyObject *work) {
+    PyObject *run = PyObject_CallFunction(self->make_call, "OOsO", record, queued, "", Py_None);
+    CHECK(run != NULL);
+    int result = PyObject_SetAttr(job, n_call, run);
+    Py_DECREF(run);
+    CHECK(result == 0 && PyObject_SetAttr(job, n_flushes_denormals, flushes_denormals() ? Py_True : Py_False) == 0);
+    CHECK(PyObject_SetAttr(work, n_tensors, queued->results) == 0);
+    CHECK(PyObject_SetAttr(work, n_operation, (PyObject *)record) == 0);
+    CHECK(mpicomm_add_to_batch(self->batch, work) == 0);
+    return keep_alive(self, call, work);
+}
+
+/* Let the worker's thread continue a job if nobody waits for it; also after an exception of a signal handler. */
+static int wake(PlainCalls *self, PyObject *job) {
+    if (mpicomm_drop(PyObject_CallFunctionObjArgs(self->wake, job, NULL)) == 0)
+        return 0;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    if (mpicomm_drop(PyObject_CallFunctionObjArgs(self->wake, job, NULL)) < 0)
+        PyErr_Clear();
+    PyErr_Restore(type, error, traceback);
+    return -1;
+}
+
+/* Queue a call that has begun, as the first; return its work. */
+static PyObject *continue_later(PlainCalls *self, const Call *call, QueuedCall *queued, CallRecord *record) {
+    PyObject *job = self->spare, *work = PyObject_GetAttr(job, n_work);
+    self->spare = NULL;
+    queued->has_begun = 1;
+    int result = work == NULL ? -1 : fill_job(self, call, queued, record, job, work);
+    if (result == 0) {
+        mpicomm_postpone_record(record);
+        result = mpicomm_drop(PyObject_CallFunctionObjArgs(self->add_first, job, NULL));
     }
-    work = queue_call(self, call, prepare, args, results); /* before another thread takes the turn */
-    if (work == NULL)
-        fail_turn(self, NULL);
-    else if (end_turn(self) < 0)
+    if (result < 0)
+        fail_turn(self, record);
+    else if (end_turn(self) < 0 || wake(self, job) < 0)
+        result = -1;
+    Py_DECREF(job);
+    if (result < 0)
         Py_CLEAR(work);
     return work;
 }
 
-/* Run a call, or queue it; None for the general path. */
+/* Return the work of a call that has completed in the call. */
+static PyObject *complete_early(PlainCalls *self, const Call *call, QueuedCall *queued, CallRecord *record) {
+    PyObject *work = NULL;
+    if (mpicomm_end_record(record) < 0)
+        fail_turn(self, record);
+    else if (end_turn(self) == 0)
+        work = mpicomm_work(early_work, queued->results);
+    if (work != NULL && (PyObject_SetAttr(work, n_queue, self->executor) < 0 || keep_alive(self, call, work) < 0 ||
+                         mpicomm_add_to_batch(self->batch, work) < 0))
+        Py_CLEAR(work);
+    return work;
+}
+
+/* Begin an asynchronous call at its turn. It completes if all ranks have begun it, as in programs whose ranks are in
+   step; otherwise the queue continues it. Other ranks never wait for the rest of it. */
+static PyObject *start_now(PlainCalls *self, const Call *call, Prepare prepare, PyObject *const *args,
+                           PyObject *results, CallRecord *record) {
+    int has_completed;
+    QueuedCall *queued = create_queued(self, call, prepare, args, results);
+    if (queued == NULL || mpicomm_start_record(record) < 0) {
+        Py_XDECREF((PyObject *)queued);
+        fail_turn(self, record);
+        return NULL;
+    }
+    PyObject *explain = mpicomm_reference(self->explain); /* keeps the slots alive */
+    Group *slots = self->slots;
+    mpicomm_begin(slots, call->signature, call->source, call->out, call->numbers);
+    Py_BEGIN_ALLOW_THREADS
+    has_completed = mpicomm_complete_soon(slots);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(explain);
+    PyObject *work = (has_completed ? complete_early : continue_later)(self, call, queued, record);
+    Py_DECREF((PyObject *)queued);
+    return work;
+}
+
+/* -- from the arguments to the work ------------------------------------------------------------------------------ */
+
+/* Run a plain call now, or queue it; return its work. */
+static PyObject *start(PlainCalls *self, const Call *call, Prepare prepare, PyObject *const *args, PyObject *results) {
+    PyObject *work = NULL;
+    int is_async = mpicomm_is_true(args[call->method->arguments], n_async), has_turn = 0;
+    int is_eager = is_async > 0 && self->has_threads && call->uses_slots && self->slots != NULL &&
+                   is_small(self, call, EAGER_BYTES);
+    if (is_async < 0)
+        return NULL;
+    if ((is_async && !is_eager) || PyObject_Size(self->jobs) > 0) /* without threads, the queue raises an error */
+        return queue_call(self, call, prepare, args, results);
+    CallRecord *record = create_record(self, call, args); /* before the turn: no code in Python follows */
+    if (record != NULL && (!is_eager || make_spare(self) == 0) && (has_turn = take_turn(self)) >= 0) {
+        if (!has_turn)
+            work = queue_call(self, call, prepare, args, results);
+        else if (is_async)
+            work = start_now(self, call, prepare, args, results, record);
+        else
+            work = run_now(self, call, args, results, record);
+    }
+    Py_XDECREF((PyObject *)record);
+    return work;
+}
+
+/* Start a call; None for the general path. */
 static PyObject *submit(PlainCalls *self, PyObject *const *args, int index, Prepare prepare, PyObject *results) {
     Call call = {.method = &methods[index]};
     PyObject *work = NULL;
     int result = mpicomm_needs_general_path();
     result = result < 0 ? -1 : result > 0 ? 0 : prepare(self, args, &call);
-    if (result > 0) {
-        int is_async = mpicomm_is_true(args[call.method->arguments], n_async);
-        int is_eager = self->has_threads && call.uses_slots && is_small(self, &call, EAGER_BYTES);
-        int runs_now = is_async == 0 || is_eager; /* without threads, the queue raises an error */
-        int has_turn = is_async >= 0 && runs_now ? take_turn(self) : 0;
-        if (is_async < 0 || has_turn < 0)
-            result = -1;
-        else if (!has_turn)
-            work = queue_call(self, &call, prepare, args, results);
-        else
-            work = is_async ? start_now(self, &call, prepare, args, results) : run_now(self, &call, args, results);
-    }
+    if (result > 0)
+        work = start(self, &call, prepare, args, results);
+    else if (result == 0)
+        work = mpicomm_reference(Py_None);
     release(&call);
-    return result == 0 ? mpicomm_reference(Py_None) : work;
+    return work;
 }
 
 /* Results: what the method writes on this rank, a new reference. */
-
-static PyObject *list_of(PyObject *tensor) {
-    PyObject *list = PyList_New(1);
-    if (list != NULL)
-        PyList_SetItem(list, 0, mpicomm_reference(tensor));
-    return list;
-}
 
 static PyObject *first_or_empty(PyObject *lists) {
     PyObject *list = mpicomm_single(lists);
@@ -733,13 +832,13 @@ static PyObject *first_or_empty(PyObject *lists) {
 
 DEFINE_METHOD(allreduce, M_ALLREDUCE, mpicomm_reference(args[0]))
 DEFINE_METHOD(reduce, M_REDUCE, mpicomm_reference(args[0]))
-DEFINE_METHOD(reduce_scatter, M_REDUCE_SCATTER, list_of(args[0]))
+DEFINE_METHOD(reduce_scatter, M_REDUCE_SCATTER, mpicomm_list(args[0]))
 DEFINE_METHOD(broadcast, M_BROADCAST, mpicomm_reference(args[0]))
-DEFINE_METHOD(all_gather_single, M_GATHER_SINGLE, list_of(args[0]))
+DEFINE_METHOD(all_gather_single, M_GATHER_SINGLE, mpicomm_list(args[0]))
 DEFINE_METHOD(allgather, M_ALLGATHER, first_or_empty(args[0]))
 DEFINE_METHOD(gather, M_GATHER, first_or_empty(args[0]))
 DEFINE_METHOD(scatter, M_SCATTER, mpicomm_reference(args[0]))
-DEFINE_METHOD(all_to_all_single, M_ALL_TO_ALL, list_of(args[0]))
+DEFINE_METHOD(all_to_all_single, M_ALL_TO_ALL, mpicomm_list(args[0]))
 
 /* -- the type --------------------------------------------------------------------------------------------------- */
 
@@ -777,6 +876,16 @@ static PyObject *use(PyObject *object, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *close_calls(PyObject *object, PyObject *none) {
+    PlainCalls *self = (PlainCalls *)object;
+    (void)none;
+    self->is_closed = 1, self->slots = NULL, self->comm = 0;
+    Py_CLEAR(self->spare);
+    Py_CLEAR(self->on_wait);
+    Py_CLEAR(self->explain);
+    Py_RETURN_NONE;
+}
+
 static PyObject *use_slots(PyObject *object, PyObject *args) {
     PlainCalls *self = (PlainCalls *)object;
     PyObject *rows, *on_wait, *explain;
@@ -791,6 +900,10 @@ static PyObject *use_slots(PyObject *object, PyObject *args) {
 }
 
 static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) {
+    static const char *const names[] = {
+        "group", "executor",   "state",       "jobs",      "acquire", "release",  "queue",     "fail",
+        "run_by_mpi", "run_general", "keep_work", "batch", "make_job", "make_call", "add_first", "wake",
+    };
     PyObject *objects;
     unsigned long long whole_bytes, kept_elements;
     long long comm;
@@ -801,15 +914,11 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
     PlainCalls *self = (PlainCalls *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL)
         return NULL;
-    if (!PyArg_ParseTuple(args, "O!iiKKLpp", &PyDict_Type, &objects, &self->rank, &self->size, &whole_bytes,
-                          &kept_elements, &comm, &self->reduces_in_place, &self->has_threads) ||
-        mpicomm_take(objects, "group", &self->group) < 0 ||
-        mpicomm_take(objects, "executor", &self->executor) < 0 || mpicomm_take(objects, "state", &self->state) < 0 ||
-        mpicomm_take(objects, "jobs", &self->jobs) < 0 || mpicomm_take(objects, "acquire", &self->acquire) < 0 ||
-        mpicomm_take(objects, "release", &self->release) < 0 || mpicomm_take(objects, "queue", &self->queue) < 0 ||
-        mpicomm_take(objects, "fail", &self->fail) < 0 || mpicomm_take(objects, "run_by_mpi", &self->run_by_mpi) < 0 ||
-        mpicomm_take(objects, "run_general", &self->run_general) < 0 ||
-        mpicomm_take(objects, "keep_work", &self->keep_work) < 0) {
+    int is_taken = PyArg_ParseTuple(args, "O!iiKKLpp", &PyDict_Type, &objects, &self->rank, &self->size, &whole_bytes,
+                                    &kept_elements, &comm, &self->reduces_in_place, &self->has_threads);
+    for (size_t i = 0; i < sizeof names / sizeof *names && is_taken; i++)
+        is_taken = mpicomm_take(objects, names[i], &self->group + i) == 0;
+    if (!is_taken) {
         Py_DECREF(self);
         return NULL;
     }
@@ -818,7 +927,7 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
 }
 
 static PyObject **members_of(PyObject *self) { return &((PlainCalls *)self)->group; }
-#define NUM_MEMBERS 13
+#define NUM_MEMBERS 19
 
 static int traverse(PyObject *self, visitproc visit, void *arg) {
     for (int i = 0; i < NUM_MEMBERS; i++)
@@ -854,6 +963,7 @@ static PyMethodDef calls_methods[] = {
     METHOD(gather, "Gather every rank's tensor into a list on the root."),
     METHOD(scatter, "Send one tensor of the root's list to each rank."),
     METHOD(all_to_all_single, "Send each rank its rows of a tensor, in equal parts, and receive rows from all ranks."),
+    {"close", close_calls, METH_NOARGS, "Refuse calls: the group is destroyed."},
     {"use", use, METH_VARARGS, use_doc},
     {"use_slots", use_slots, METH_VARARGS, use_slots_doc},
     {NULL, NULL, 0, NULL},
@@ -886,6 +996,8 @@ static int take_names(void) {
     } names[] = {
         {&n_async, "asyncOp"},   {&n_reduce_op, "reduceOp"}, {&n_root, "rootRank"},
         {&n_is_open, "is_open"}, {&n_shape, "shape"},        {&n_queue, "queue"},
+        {&n_call, "call"},       {&n_work, "work"},          {&n_tensors, "tensors"},
+        {&n_operation, "_operation"}, {&n_flushes_denormals, "flushes_denormals"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         CHECK((*names[i].place = mpicomm_name(names[i].text)) != NULL);

@@ -212,25 +212,39 @@ static CallRecord *create(GroupRecord *group, int kind, PyObject *name, PyObject
     return record;
 }
 
-CallRecord *mpicomm_record(GroupRecord *group, int kind, PyObject *name, PyObject *dtype, uint64_t count,
-                           PyObject *peer, PyObject *options) {
+CallRecord *mpicomm_create_record(GroupRecord *group, int kind, PyObject *name, PyObject *dtype, uint64_t count,
+                                  PyObject *peer, PyObject *options) {
     CallRecord *record = create(group, kind, name, dtype, count, peer);
     if (record == NULL)
         return NULL;
     record->is_message = mpicomm_reference(Py_False);
     record->usual_limit = mpicomm_reference(group->timeout);
     record->limit_or_options = mpicomm_reference(options); /* to read it would take tenths of a microsecond */
-    record->start = mpicomm_reference(record->called_at);
-    if (take_number(record, group) < 0 || store(record) < 0)
-        goto failed;
-    if (group->running == NULL || group->running == Py_None)
-        mpicomm_replace(&group->running, mpicomm_reference((PyObject *)record));
-    else if (PyDict_SetItem(running, record->number, (PyObject *)record) < 0)
-        goto failed;
     return record;
-failed:
-    Py_DECREF(record);
-    return NULL;
+}
+
+int mpicomm_start_record(CallRecord *record) {
+    GroupRecord *group = (GroupRecord *)record->group;
+    record->start = mpicomm_reference(record->called_at);
+    CHECK(take_number(record, group) == 0 && store(record) == 0);
+    if (group->running != NULL && group->running != Py_None)
+        return PyDict_SetItem(running, record->number, (PyObject *)record);
+    mpicomm_replace(&group->running, mpicomm_reference((PyObject *)record));
+    return 0;
+}
+
+/* Record that the call does not run now. */
+static void stop(CallRecord *record) {
+    GroupRecord *group = (GroupRecord *)record->group;
+    if (group->running == (PyObject *)record)
+        Py_CLEAR(group->running);
+    else if (record->start != NULL && record->start != Py_None && PyDict_DelItem(running, record->number) < 0)
+        PyErr_Clear(); /* the world has ended meanwhile, or a wait timed out */
+}
+
+void mpicomm_postpone_record(CallRecord *record) {
+    stop(record);
+    Py_CLEAR(record->start);
 }
 
 /* Return the next number of a message with this name, peer and tag. */
@@ -266,15 +280,9 @@ int mpicomm_begin_wait(CallRecord *record) {
 }
 
 int mpicomm_end_record(CallRecord *record) {
-    GroupRecord *group = (GroupRecord *)record->group;
     PyObject *time = now();
     CHECK(time != NULL);
     mpicomm_replace(&record->end, time);
-    if (group->running == (PyObject *)record) {
-        Py_CLEAR(group->running);
-        return 0;
-    }
-    if (record->start != NULL && record->start != Py_None && PyDict_DelItem(running, record->number) < 0)
-        PyErr_Clear(); /* the world has ended meanwhile, or a wait timed out */
+    stop(record);
     return 0;
 }

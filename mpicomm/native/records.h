@@ -24,15 +24,22 @@ int mpicomm_add_record_types(PyObject *module);
 /* Take the objects of flight_recorder that a record needs, from a dict. */
 int mpicomm_configure_recorder(PyObject *objects);
 
-/* Record a collective that begins now, and whose call site is the caller of the running Python function.
+/* Create the record of a collective, whose call site is the caller of the running Python function. This may run code in
+   Python; the other functions do not.
 
    kind: a small number of the operation, for the cache of call sites
    peer: the root, or None
    options: torch's options of the call, with its timeout
 
    Returns a new reference; NULL with an exception. */
-CallRecord *mpicomm_record(GroupRecord *group, int kind, PyObject *name, PyObject *dtype, uint64_t count,
-                           PyObject *peer, PyObject *options);
+CallRecord *mpicomm_create_record(GroupRecord *group, int kind, PyObject *name, PyObject *dtype, uint64_t count,
+                                  PyObject *peer, PyObject *options);
+
+/* Number the collective in its group, and record that it runs since its call. */
+int mpicomm_start_record(CallRecord *record);
+
+/* Record that the collective, which keeps its number, continues later. */
+void mpicomm_postpone_record(CallRecord *record);
 
 /* Record a message that nobody waits for yet; returns the same.
 

@@ -460,6 +460,9 @@ int mpicomm_complete_soon(Group *group) {
             return 0;
         relax();
     }
+    for (int rank = 0; rank < group->size; rank++) /* blocks may differ, and further steps would wait for other ranks */
+        if (line_of(group, rank)->nbytes > step_of(group) * SIZES[group->kind])
+            return 0;
     return mpicomm_continue(group) == DONE;
 }
 

@@ -6,7 +6,7 @@ PyObject *mpicomm_completed_work;
 
 static PyObject *tensor_type, *parameter_type, *strided, *is_contiguous, *is_neg, *data_ptr, *numel;
 static PyObject *is_profiling, *active_modes;
-static PyObject *n_dtype, *n_layout, *n_is_cpu, *n_tensors;
+static PyObject *n_dtype, *n_layout, *n_is_cpu, *n_tensors, *n_works;
 static Dtype dtypes[MAX_DTYPES];
 static int num_dtypes;
 
@@ -58,7 +58,12 @@ int mpicomm_read_tensor(PyObject *tensor, Memory *memory) {
     REQUIRE(call_is_true(is_contiguous, tensor));
     int is_negated = call_is_true(is_neg, tensor);
     REQUIRE(is_negated < 0 ? -1 : !is_negated);
-    REQUIRE(call_number(data_ptr, tensor, &address));
+    int has_address = call_number(data_ptr, tensor, &address);
+    if (has_address < 0 && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        PyErr_Clear(); /* a tensor without storage, in a transform of functorch */
+        return 0;
+    }
+    REQUIRE(has_address);
     REQUIRE(call_number(numel, tensor, &memory->count));
     memory->address = (char *)(uintptr_t)address; /* NULL: no elements */
     memory->nbytes = memory->count * memory->dtype->item;
@@ -67,6 +72,13 @@ int mpicomm_read_tensor(PyObject *tensor, Memory *memory) {
 
 PyObject *mpicomm_single(PyObject *list) {
     return PyList_CheckExact(list) && PyList_Size(list) == 1 ? PyList_GetItem(list, 0) : NULL;
+}
+
+PyObject *mpicomm_list(PyObject *tensor) {
+    PyObject *list = PyList_New(1);
+    if (list != NULL)
+        PyList_SetItem(list, 0, mpicomm_reference(tensor));
+    return list;
 }
 
 int mpicomm_needs_general_path(void) {
@@ -81,6 +93,14 @@ PyObject *mpicomm_work(PyObject *type, PyObject *tensors) {
     if (work != NULL && PyObject_SetAttr(work, n_tensors, tensors) < 0)
         Py_CLEAR(work);
     return work;
+}
+
+int mpicomm_add_to_batch(PyObject *batch, PyObject *work) {
+    PyObject *works = PyObject_GetAttr(batch, n_works);
+    CHECK(works != NULL);
+    int result = works == Py_None ? 0 : PyList_Append(works, work);
+    Py_DECREF(works);
+    return result;
 }
 
 /* -- configuration ---------------------------------------------------------------------------------------------- */
@@ -125,5 +145,6 @@ int mpicomm_configure_torch(PyObject *objects, PyObject *rows) {
         CHECK(mpicomm_take(objects, taken[i].name, taken[i].place) == 0);
     CHECK((n_dtype = mpicomm_name("dtype")) != NULL && (n_layout = mpicomm_name("layout")) != NULL);
     CHECK((n_is_cpu = mpicomm_name("is_cpu")) != NULL && (n_tensors = mpicomm_name("tensors")) != NULL);
+    CHECK((n_works = mpicomm_name("works")) != NULL);
     return take_dtypes(rows);
 }

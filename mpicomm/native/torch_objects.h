@@ -38,6 +38,9 @@ int mpicomm_read_tensor(PyObject *tensor, Memory *memory);
 /* Return the only element of a list, or NULL. */
 PyObject *mpicomm_single(PyObject *list);
 
+/* Return a new list of a tensor. */
+PyObject *mpicomm_list(PyObject *tensor);
+
 /* Whether a profiler or a dispatch mode is active. */
 int mpicomm_needs_general_path(void);
 
@@ -46,6 +49,9 @@ extern PyObject *mpicomm_completed_work;
 
 /* Return a new work of a class, with its tensors. */
 PyObject *mpicomm_work(PyObject *type, PyObject *tensors);
+
+/* Add a work to a batch of the executor, if this thread has opened it. */
+int mpicomm_add_to_batch(PyObject *batch, PyObject *work);
 
 /* Take the objects of torch, and for each dtype its description. */
 int mpicomm_configure_torch(PyObject *objects, PyObject *rows);

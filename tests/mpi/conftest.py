@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
+from mpicomm.backend.execution.worker_thread import WakeTimer
 from tests import nodes
 
 Make = Callable[..., dist.ProcessGroup]
@@ -35,3 +36,9 @@ def make(new_group: Make) -> Make:
         return group
 
     return make_group
+
+
+@pytest.fixture
+def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave queued calls to the threads that wait for them; request this after the groups."""
+    monkeypatch.setattr(WakeTimer, "set", lambda _timer, _nanoseconds: None)

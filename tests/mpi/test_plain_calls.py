@@ -332,7 +332,7 @@ def test_a_thread_destroys_the_group_during_a_call(world: mpicomm.World, new_gro
 
 
 @pytest.mark.parametrize("count", [4, QUEUED])
-def test_the_memory_has_moved_before_the_wait(world: mpicomm.World, count: int) -> None:
+def test_the_memory_has_moved_before_the_wait(world: mpicomm.World, no_worker: None, count: int) -> None:
     """Rank 1 is late: on the others the call has begun, or is queued, when the tensor gets other memory."""
     tensor, total = torch.full((count,), 1.0 + world.rank), world.size * (world.size + 1) / 2
     others = torch.zeros(count)
@@ -350,7 +350,7 @@ def test_the_memory_has_moved_before_the_wait(world: mpicomm.World, count: int) 
     assert bool((tensor == total).all())
 
 
-def test_a_queued_tensor_is_no_longer_dense_when_its_call_runs(world: mpicomm.World) -> None:
+def test_a_queued_tensor_is_no_longer_dense_when_its_call_runs(world: mpicomm.World, no_worker: None) -> None:
     """Rank 1 is late: on the others the second call waits for the first when its tensor is transposed."""
     first, size = torch.ones(QUEUED), world.size
     square = torch.arange(QUEUED, dtype=torch.float32).view(QUEUED // 64, 64) * (world.rank + 1)

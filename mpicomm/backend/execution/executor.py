@@ -23,7 +23,7 @@ from mpicomm.backend.execution.future_callbacks import OrderedFuture
 from mpicomm.backend.execution.group_state import GroupState, MonitoredBarrier
 from mpicomm.backend.execution.pending_messages import PendingMessages
 from mpicomm.backend.execution.work import CompletedWork, QueuedWork, WorkBatch
-from mpicomm.backend.execution.worker_thread import Jobs, Worker, require_threads
+from mpicomm.backend.execution.worker_thread import Job, Jobs, Worker, require_threads
 from mpicomm.backend.gpu.transport import Transport
 from mpicomm.backend.operations import Collective
 from mpicomm.backend.transfer.algorithms import AlgorithmSelector
@@ -117,7 +117,20 @@ class Executor:
             "queue": self._queue_plain,
             "fail": self._state.fail,
             "keep_work": self._kept_works.append,
+            "batch": self.batch,
+            "make_job": self._make_job,
+            "make_call": functools.partial(functools.partial, self._run),
+            "add_first": self._jobs.appendleft,
+            "wake": self._wake_for,
         }
+
+    def _make_job(self) -> Job:
+        """Return a job for a call that has begun on its caller's thread; the extension module sets its fields."""
+        return self._get_worker().make_job(_nothing, QueuedWork([], None, self))  # type: ignore[arg-type]
+
+    def _wake_for(self, job: Job) -> None:
+        """Let the worker thread continue a job of the extension module, if no thread waits for it soon."""
+        self._get_worker().wake_for(job)
 
     def _queue_plain(
         self,

@@ -211,7 +211,8 @@ class AlgorithmSelector:
         """Release the memory and the communicators (collective)."""
         self._choices.clear()
         self.slots = self.hierarchical = None
-        self._publish()
+        if self.plain is not None:
+            self.plain.close()
         while self._comms:
             mpi.free(self._comms.pop())
 
