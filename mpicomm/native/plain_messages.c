@@ -9,6 +9,7 @@
 #include "torch_objects.h"
 
 #include <limits.h>
+#include <pthread.h>
 
 #define BUFFERED_BYTES 4096 /* MPI may copy messages of this size, and completes them at once */
 #define STATUS_WORDS 8      /* of 64 bits: an MPI_Status takes at most 24 bytes in Open MPI and MPICH */
@@ -42,8 +43,13 @@ typedef struct {
 } Direction;
 
 static Direction sending = {8, 1, NULL}, receiving = {9, 0, NULL};
+static allocfunc allocate;
 static PyObject *transfer_type, *message_work, *refuse_children;
-static PyObject *n_is_open, *n_works, *n_poller, *n_is_idle, *n_transfer, *n_messages;
+static PyObject *n_is_open, *n_poller, *n_is_idle, *n_transfer, *n_messages;
+
+static int is_child; /* a process that the rank has forked */
+
+static void mark_child(void) { is_child = 1; }
 
 /* -- a transfer -------------------------------------------------------------------------------------------------- */
 
@@ -63,7 +69,7 @@ static PyObject *find_error(const Transfer *self, int code, const uint64_t *stat
     if (cause != NULL)
         error = PyObject_CallFunction(self->owner->error_of, "OOi", (PyObject *)self, cause, count);
     Py_XDECREF(cause);
-    if (error == NULL) { /* wait() raises this one */
+    if (error == NULL && PyErr_ExceptionMatches(PyExc_Exception)) { /* wait() raises this one */
         PyObject *type, *traceback;
         PyErr_Fetch(&type, &error, &traceback);
         PyErr_NormalizeException(&type, &error, &traceback);
@@ -73,21 +79,42 @@ static PyObject *find_error(const Transfer *self, int code, const uint64_t *stat
     return error;
 }
 
-/* After MPI has completed the message; the caller holds the lock. */
+/* After MPI has completed the message; the caller holds the lock. -1 with the exception of a signal handler. */
 static int end(Transfer *self, int code, const uint64_t *status) {
+    PyObject *type, *exception, *traceback;
     self->error = find_error(self, code, status);
+    PyErr_Fetch(&type, &exception, &traceback);
+    if (exception != NULL || type != NULL)
+        self->error = PyObject_CallFunction(PyExc_RuntimeError, "s", "a message failed, and an interrupt hid its error.\n"
+                                                                     "Check that both ranks pass the same size.");
     self->is_done = 1;
-    CHECK(PySet_Discard(self->owner->in_flight, (PyObject *)self) >= 0);
-    return mpicomm_end_record((CallRecord *)self->operation);
+    int result = PySet_Discard(self->owner->in_flight, (PyObject *)self) < 0 ? -1 : 0;
+    if (result == 0)
+        result = mpicomm_end_record((CallRecord *)self->operation);
+    if (type == NULL)
+        return result;
+    PyErr_Restore(type, exception, traceback);
+    return -1;
+}
+
+/* Take the lock; meanwhile other threads and signal handlers run. */
+static int take_lock(Transfer *self) {
+    PyLockStatus status = PyThread_acquire_lock_timed(self->lock, 0, 0);
+    while (status != PY_LOCK_ACQUIRED) {
+        Py_BEGIN_ALLOW_THREADS
+        status = PyThread_acquire_lock_timed(self->lock, -1, 1);
+        Py_END_ALLOW_THREADS
+        if (status == PY_LOCK_INTR)
+            CHECK(PyErr_CheckSignals() == 0);
+    }
+    return 0;
 }
 
 /* Wait for the message. */
 static int wait_for(Transfer *self) {
     uint64_t status[STATUS_WORDS];
     int code, result = 0;
-    Py_BEGIN_ALLOW_THREADS
-    PyThread_acquire_lock(self->lock, WAIT_LOCK);
-    Py_END_ALLOW_THREADS
+    CHECK(take_lock(self) == 0);
     if (!self->is_done) {
         Py_BEGIN_ALLOW_THREADS
         code = mpicomm_mpi.wait(&self->request, status);
@@ -110,7 +137,7 @@ static PyObject *transfer_wait_simply(PyObject *object, PyObject *none) {
         Py_ssize_t unposted = PyObject_Size(self->owner->unposted);
         if (unposted < 0)
             return NULL;
-        if (unposted > 0 || is_broken(self->owner))
+        if (unposted > 0 || is_child)
             Py_RETURN_FALSE;
         if (mpicomm_begin_wait((CallRecord *)self->operation) < 0 || wait_for(self) < 0)
             return NULL;
@@ -138,7 +165,7 @@ static int test(Transfer *self) {
 static PyObject *transfer_test(PyObject *object, PyObject *none) {
     Transfer *self = (Transfer *)object;
     (void)none;
-    if (!self->is_done && is_broken(self->owner) && mpicomm_drop(PyObject_CallNoArgs(refuse_children)) < 0)
+    if (!self->is_done && is_child && mpicomm_drop(PyObject_CallNoArgs(refuse_children)) < 0)
         return NULL;
     return test(self) < 0 ? NULL : PyBool_FromLong(self->is_done);
 }
@@ -161,9 +188,28 @@ static PyObject *transfer_source(PyObject *object, void *none) {
     return mpicomm_reference(((CallRecord *)self->operation)->peer);
 }
 
+/* While the message is in flight, MPI accesses the tensor: the garbage collector does not see the references. */
+static int traverse_transfer(PyObject *object, visitproc visit, void *arg) {
+    Transfer *self = (Transfer *)object;
+    Py_VISIT(Py_TYPE(object));
+    if (self->is_done) {
+        Py_VISIT(self->owner);
+        Py_VISIT(self->operation);
+        Py_VISIT(self->tensor);
+        Py_VISIT(self->error);
+    }
+    return 0;
+}
+
+static int clear_transfer(PyObject *object) {
+    Py_CLEAR(((Transfer *)object)->error); /* its traceback has the frames of the program */
+    return 0;
+}
+
 static void free_transfer(PyObject *object) {
     Transfer *self = (Transfer *)object;
     PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
     Py_CLEAR(self->owner);
     Py_CLEAR(self->operation);
     Py_CLEAR(self->tensor);
@@ -197,10 +243,16 @@ static PyGetSetDef transfer_properties[] = {
 };
 static PyType_Slot transfer_slots[] = {
     {Py_tp_doc, "The transfer of one message, with the methods of message_work.Transfer."},
-    {Py_tp_methods, transfer_methods},    {Py_tp_members, transfer_members},
-    {Py_tp_getset, transfer_properties},  {Py_tp_dealloc, free_transfer}, {0, NULL},
+    {Py_tp_methods, transfer_methods},
+    {Py_tp_members, transfer_members},
+    {Py_tp_getset, transfer_properties},
+    {Py_tp_traverse, traverse_transfer},
+    {Py_tp_clear, clear_transfer},
+    {Py_tp_dealloc, free_transfer},
+    {0, NULL},
 };
-static PyType_Spec transfer_spec = {"mpicomm.native.hot_path.Transfer", sizeof(Transfer), 0, Py_TPFLAGS_DEFAULT,
+static PyType_Spec transfer_spec = {"mpicomm.native.hot_path.Transfer", sizeof(Transfer), 0,
+                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                                     transfer_slots};
 
 /* -- send and receive -------------------------------------------------------------------------------------------- */
@@ -215,29 +267,23 @@ static int read_number(PyObject *object, long long last, int *number) {
     return !overflow && value >= 0 && value <= last;
 }
 
-/* Whether MPI may have the message now: the group is usable, no earlier message waits for a device, and no batch of
-   works is open. */
+/* Whether MPI may have the message now: the group is usable, and no earlier message waits for a device. */
 static int is_ready(const PlainMessages *self) {
     Py_ssize_t unposted = PyObject_Size(self->unposted);
     CHECK(unposted >= 0);
     REQUIRE(unposted == 0 && !is_broken(self));
-    REQUIRE(mpicomm_is_true(self->state, n_is_open));
-    PyObject *works = PyObject_GetAttr(self->batch, n_works);
-    CHECK(works != NULL);
-    Py_DECREF(works);
-    return works == Py_None;
+    return mpicomm_is_true(self->state, n_is_open);
 }
 
 static Transfer *create_transfer(PlainMessages *self, const Direction *direction, const Memory *memory,
                                  PyObject *tensor, PyObject *peer, PyObject *tag) {
-    Transfer *transfer = PyObject_New(Transfer, (PyTypeObject *)transfer_type);
+    Transfer *transfer = (Transfer *)allocate((PyTypeObject *)transfer_type, 0);
     if (transfer == NULL)
         return NULL;
     transfer->owner = (PlainMessages *)mpicomm_reference((PyObject *)self);
-    transfer->tensor = mpicomm_reference(tensor), transfer->error = NULL;
-    transfer->request = 0, transfer->datatype = memory->dtype->carrier, transfer->count = memory->count;
-    transfer->is_send = (char)direction->is_send, transfer->is_done = 0;
-    transfer->operation = NULL, transfer->lock = PyThread_allocate_lock();
+    transfer->tensor = mpicomm_reference(tensor), transfer->is_send = (char)direction->is_send;
+    transfer->datatype = memory->dtype->carrier, transfer->count = memory->count;
+    transfer->lock = PyThread_allocate_lock();
     if (transfer->lock == NULL)
         PyErr_NoMemory();
     else
@@ -277,7 +323,9 @@ static int track(PlainMessages *self, Transfer *transfer) {
     CHECK(PySet_Add(self->in_flight, (PyObject *)transfer) == 0); /* first: a signal handler may raise an exception */
     if (PySet_Size(self->in_flight) > self->reap_above)
         CHECK(mpicomm_drop(PyObject_CallNoArgs(self->reap)) == 0);
-    int is_idle = self->has_threads ? needs_poller(self) : 0;
+    if (!self->has_threads)
+        return test(transfer);
+    int is_idle = needs_poller(self);
     CHECK(is_idle >= 0);
     return is_idle ? mpicomm_drop(PyObject_CallFunctionObjArgs(self->wake, (PyObject *)transfer, NULL)) : 0;
 }
@@ -285,18 +333,21 @@ static int track(PlainMessages *self, Transfer *transfer) {
 static PyObject *work_of(const PlainMessages *self, Transfer *transfer, PyObject *tensors) {
     PyObject *work = mpicomm_work(message_work, tensors);
     if (work != NULL && (PyObject_SetAttr(work, n_transfer, (PyObject *)transfer) < 0 ||
-                         PyObject_SetAttr(work, n_messages, self->messages) < 0))
+                         PyObject_SetAttr(work, n_messages, self->messages) < 0 ||
+                         mpicomm_add_to_batch(self->batch, work) < 0))
         Py_CLEAR(work);
     return work;
 }
 
 /* Start a message that qualifies; return its work. */
-static PyObject *start(PlainMessages *self, const Direction *direction, PyObject *tensors, const Memory *memory,
+static PyObject *start(PlainMessages *self, const Direction *direction, PyObject *tensor, const Memory *memory,
                        PyObject *peer, PyObject *tag, int to, int with_tag) {
-    PyObject *work = NULL;
-    Transfer *transfer = create_transfer(self, direction, memory, mpicomm_single(tensors), peer, tag);
-    if (transfer == NULL)
+    PyObject *work = NULL, *tensors = mpicomm_list(tensor);
+    Transfer *transfer = tensors != NULL ? create_transfer(self, direction, memory, tensor, peer, tag) : NULL;
+    if (transfer == NULL) {
+        Py_XDECREF(tensors);
         return NULL;
+    }
     if (post(self, transfer, memory, to, with_tag) == 0) {
         int is_short = transfer->is_send && memory->nbytes <= BUFFERED_BYTES;
         int result = is_short ? test(transfer) : 0;
@@ -305,7 +356,8 @@ static PyObject *start(PlainMessages *self, const Direction *direction, PyObject
         else if (result == 0 && (transfer->is_done || track(self, transfer) == 0))
             work = work_of(self, transfer, tensors);
     }
-    Py_DECREF(transfer);
+    Py_DECREF((PyObject *)transfer);
+    Py_DECREF(tensors);
     return work;
 }
 
@@ -320,16 +372,21 @@ static PyObject *submit(PlainMessages *self, const Direction *direction, PyObjec
     if (tensor == NULL || !read_number(args[1], self->size - 1, &peer) ||
         !read_number(tag_object, self->largest_tag, &tag))
         Py_RETURN_NONE;
+    PyObject *work = NULL;
+    mpicomm_reference(tensor); /* the checks may run code in Python, which may change the list */
     result = mpicomm_needs_general_path();
-    if (result == 0 && (result = is_ready(self)) > 0 && (result = mpicomm_read_tensor(tensor, &memory)) > 0)
-        result = memory.count <= INT_MAX;
-    else if (result > 0)
+    if (result == 0) {
+        result = is_ready(self);
+        result = result > 0 ? mpicomm_read_tensor(tensor, &memory) : result;
+    } else if (result > 0) {
         result = 0;
-    if (result < 0)
-        return NULL;
-    if (result == 0)
-        Py_RETURN_NONE;
-    return start(self, direction, args[0], &memory, args[1], tag_object, peer, tag);
+    }
+    if (result > 0 && memory.count <= INT_MAX)
+        work = start(self, direction, tensor, &memory, args[1], tag_object, peer, tag);
+    else if (result >= 0)
+        work = mpicomm_reference(Py_None);
+    Py_DECREF(tensor);
+    return work;
 }
 
 static PyObject *send(PyObject *self, PyObject *const *args, Py_ssize_t number) {
@@ -405,6 +462,11 @@ static PyType_Spec messages_spec = {"mpicomm.native.hot_path.PlainMessages", siz
 int mpicomm_add_plain_messages(PyObject *module) {
     PyObject *type = PyType_FromSpec(&messages_spec);
     CHECK(type != NULL && (transfer_type = PyType_FromSpec(&transfer_spec)) != NULL);
+    allocate = (allocfunc)PyType_GetSlot((PyTypeObject *)transfer_type, Py_tp_alloc);
+    if (pthread_atfork(NULL, NULL, mark_child) != 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
     CHECK(PyModule_AddObjectRef(module, "PlainMessages", type) == 0);
     Py_DECREF(type);
     return 0;
@@ -415,8 +477,8 @@ int mpicomm_configure_messages(PyObject *objects) {
         PyObject **place;
         const char *text;
     } names[] = {
-        {&n_is_open, "is_open"}, {&n_works, "works"},         {&n_poller, "poller"},     {&n_is_idle, "is_idle"},
-        {&n_transfer, "_transfer"}, {&n_messages, "_messages"}, {&sending.name, "send"}, {&receiving.name, "recv"},
+        {&n_is_open, "is_open"},    {&n_poller, "poller"},      {&n_is_idle, "is_idle"}, {&n_transfer, "_transfer"},
+        {&n_messages, "_messages"}, {&sending.name, "send"},    {&receiving.name, "recv"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         CHECK((*names[i].place = mpicomm_name(names[i].text)) != NULL);

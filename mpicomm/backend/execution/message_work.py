@@ -145,8 +145,9 @@ class Transfer:
                 if request is None or not (request.Wait(self._status) if waits else request.Test(self._status)):
                     return
                 self._is_transferred = True
-                if self._arrived is not None:
-                    self._copied = self._arrived(self._status)
+            if self._arrived is not None:
+                self._copied = self._arrived(self._status)
+                self._arrived = None  # after the call, which a signal handler may end
             if self._copied is not None:
                 if waits:
                     self._copied.synchronize()
@@ -174,7 +175,7 @@ class MessageWork(BackendWork):
     _transfer: Transfer
     _messages: Messages
     _future: torch.futures.Future[Any] | None = None
-    _asking = threading.Lock()  # guards the creation of a future
+    _asking = threading.RLock()  # guards the creation of a future, also in a signal handler during another one
 
     @classmethod
     def of(cls, tensor: torch.Tensor, transfer: Transfer, messages: Messages) -> MessageWork:
@@ -240,13 +241,21 @@ class MessageWork(BackendWork):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future that completes with the message; the group's poller thread progresses it."""
         with MessageWork._asking:  # not the transfer's lock, which a thread holds until the message has completed
-            if self._future is None:
-                self._future = torch_internals.future_of(self.tensors)
-                if self._transfer.is_done:
-                    self.complete_future()
-                else:
-                    self._messages.watch(self)
+            made = torch_internals.future_of(self.tensors) if self._future is None else self._future
+            if self._future is None:  # still
+                self._future = made
+                self._complete_or_watch()
             return self._future
+
+    def _complete_or_watch(self) -> None:
+        if self._transfer.is_done:
+            self.complete_future()
+            return
+        try:
+            self._messages.watch(self)
+        except Exception:
+            self._future = None  # nobody would complete it
+            raise
 
     def complete_future(self) -> None:
         """Complete the future; its callbacks run on the calling thread, that of the poller."""

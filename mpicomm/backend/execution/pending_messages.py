@@ -87,7 +87,7 @@ class PendingMessages:
         dense, ready, deliver = self.transport.for_receiving(tensor)
 
         def arrived(status: Any) -> DeviceEvent | None:
-            if src is None:
+            if operation.peer is None:
                 operation.peer = status.source
                 operation.number_message(status.tag)
             count = mpi_calls.received_count(status, dense.dtype)
@@ -162,7 +162,7 @@ class PendingMessages:
 
     def wake_poller(self, transfer: Transfer) -> None:
         """Wake the poller thread, so that the message progresses while its rank computes."""
-        if mpi.has_thread_multiple() and not transfer.test():
+        if not transfer.test() and mpi.has_thread_multiple():
             self._get_poller().rouse()
 
     def watch(self, work: MessageWork) -> None:
