@@ -27,7 +27,7 @@
 #define INDEPENDENT
 #endif
 
-#define SHORT_SPINS 50       /* polls, each of some 20 ns, of a call that need not wait */
+#define SHORT_SPINS 200      /* polls, each of some 20 ns, of an asynchronous call: less than its queue would take */
 #define BLOCK 1024           /* elements added at a time; their sums stay in the L1 cache */
 
 /* -- numbers ---------------------------------------------------------------------------------------------------- */
