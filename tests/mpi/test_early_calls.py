@@ -195,11 +195,11 @@ def test_the_group_is_destroyed_while_a_call_is_queued(
     if is_by_mpi:
         group._plain.use([(NEVER, NEVER)] * 8)
     errors: list[Exception] = []
-    is_inside, goes_on, submit = threading.Event(), threading.Event(), Executor._submit
+    is_inside, may_continue, submit = threading.Event(), threading.Event(), Executor._submit
 
     def slow(executor: Executor, *arguments: Any) -> Any:
         is_inside.set()
-        goes_on.wait(30)
+        may_continue.wait(30)
         return submit(executor, *arguments)
 
     def call() -> None:
@@ -215,13 +215,14 @@ def test_the_group_is_destroyed_while_a_call_is_queued(
             thread.start()
             is_inside.wait(30)
     dist.destroy_process_group(group)
-    goes_on.set()
+    may_continue.set()
     if world.rank == 0:
         thread.join(30)
         assert "the group was destroyed before the operation" in str(errors[0])
     world.comm.Barrier()
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_works_do_not_depend_on_when_a_call_has_completed(world: mpicomm.World, group: Any, late_rank: int) -> None:
     """Of two ranks the later one completes the calls at once, and the other one later."""

@@ -23,7 +23,7 @@ from mpicomm.backend.execution.future_callbacks import OrderedFuture
 from mpicomm.backend.execution.group_state import GroupState, MonitoredBarrier
 from mpicomm.backend.execution.pending_messages import PendingMessages
 from mpicomm.backend.execution.work import CompletedWork, QueuedWork, WorkBatch
-from mpicomm.backend.execution.worker_thread import Job, Jobs, Worker, require_threads
+from mpicomm.backend.execution.worker_thread import Jobs, QueuedJob, Worker, require_threads
 from mpicomm.backend.gpu.transport import Transport
 from mpicomm.backend.operations import Collective
 from mpicomm.backend.transfer.algorithms import AlgorithmSelector
@@ -124,11 +124,11 @@ class Executor:
             "wake": self._wake_for,
         }
 
-    def _make_job(self) -> Job:
+    def _make_job(self) -> QueuedJob:
         """Return a job for a call that has begun on its caller's thread; the extension module sets its fields."""
         return self._get_worker().make_job(_nothing, QueuedWork([], None, self))  # type: ignore[arg-type]
 
-    def _wake_for(self, job: Job) -> None:
+    def _wake_for(self, job: QueuedJob) -> None:
         """Let the worker thread continue a job of the extension module, if no thread waits for it soon."""
         self._get_worker().wake_for(job)
 

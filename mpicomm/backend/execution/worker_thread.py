@@ -41,7 +41,7 @@ class Finishable(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class QueuedJob:
     """A call that stays in the queue until its work is complete.
 
     On the main thread, an exception of a signal handler may end the code that runs a job at any call. The worker's
@@ -62,7 +62,7 @@ class Job:
         return self.is_finishing or self.work.has_begun
 
 
-Jobs = collections.deque[Job]
+Jobs = collections.deque[QueuedJob]
 
 _DENORMAL = struct.unpack("d", bytes([1, *[0] * 7]))[0]  # from its bits: this thread may treat denormals as zero
 
@@ -124,12 +124,12 @@ class Worker:
             if starts_now:  # a caller that continues in pure Python would keep the GIL from the thread for milliseconds
                 self._changed.wait_for(lambda: self._runner != 0 or self.is_idle, _START_SECONDS)
 
-    def make_job(self, call: Callable[[], None], work: Finishable, after: Sequence[FutureCallback] = ()) -> Job:
+    def make_job(self, call: Callable[[], None], work: Finishable, after: Sequence[FutureCallback] = ()) -> QueuedJob:
         """Return a job that is not queued; see `submit`."""
         self._gpu.note()
-        return Job(call, work, after, _flushes_denormals())
+        return QueuedJob(call, work, after, _flushes_denormals())
 
-    def wake_for(self, job: Job) -> None:
+    def wake_for(self, job: QueuedJob) -> None:
         """Wake the thread for a queued job; soon, if a thread that waits for the job may run it."""
         self._timer.set(_WAKE_SOON_NS if self._can_run_on_waiting_thread(job) else _WAKE_NOW_NS)
 
@@ -203,7 +203,7 @@ class Worker:
                 self._runner = 0
                 self._running.release()
 
-    def _can_run_on_waiting_thread(self, job: Job) -> bool:
+    def _can_run_on_waiting_thread(self, job: QueuedJob) -> bool:
         """Return whether a thread that waits for a job, or for one behind it, may run it."""
         return isinstance(job.work, QueuedWork) and not job.after and self._gpu.device is None
 
@@ -226,7 +226,7 @@ class Worker:
                     self._runner = 0
         self._timer.close()
 
-    def _next_job(self, *, is_nested: bool = False) -> Job | None:
+    def _next_job(self, *, is_nested: bool = False) -> QueuedJob | None:
         """Return the first job that is not in progress on this thread.
 
         Args:
@@ -239,7 +239,7 @@ class Worker:
                     return job
             return None
 
-    def _remove(self, job: Job) -> None:
+    def _remove(self, job: QueuedJob) -> None:
         """Remove a job whose work is complete.
 
         Only then: operations that its callbacks call precede those that another thread calls next.
@@ -248,14 +248,14 @@ class Worker:
             self.jobs.remove(job)
             self._changed.notify_all()
 
-    def _run_here(self, job: Job) -> None:
+    def _run_here(self, job: QueuedJob) -> None:
         """Run a job on a thread of the program."""
         self._run_job(job)
         self._remove(job)
         if job.error is not None and not isinstance(job.error, Exception):
             raise job.error  # a signal handler's
 
-    def _run_job(self, job: Job) -> None:
+    def _run_job(self, job: QueuedJob) -> None:
         """Run a job, or the rest of it if it was interrupted."""
         flushes_denormals = _flushes_denormals()
         try:
@@ -271,7 +271,7 @@ class Worker:
             if job.flushes_denormals != flushes_denormals:
                 torch.set_flush_denormal(flushes_denormals)
 
-    def _call(self, job: Job) -> None:
+    def _call(self, job: QueuedJob) -> None:
         self._wait_for(job.after)
         if job.is_given_up:
             return
