@@ -390,7 +390,8 @@ def wait_if_pending(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_pending(value: Any) -> bool:
     functional = sys.modules.get("torch.distributed._functional_collectives")
-    return functional is not None and isinstance(value, functional.AsyncCollectiveTensor)
+    kind = getattr(functional, "AsyncCollectiveTensor", None)  # missing while another thread imports the module
+    return kind is not None and isinstance(value, kind)
 
 
 def operator_call(name: str, args: Sequence[Any], group: dist.ProcessGroup) -> tuple[torch._ops.OpOverload, list[Any]]:

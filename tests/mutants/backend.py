@@ -1164,6 +1164,13 @@ _divide(dense, self.divisor)
         ranks=4,
     ),
     Mutant(
+        "_is_pending",
+        old='getattr(functional, "AsyncCollectiveTensor", None)',
+        new="functional and functional.AsyncCollectiveTensor",
+        fault="Operations fail on a thread while another one imports torch's functional collectives.",
+        tests="tests/unit/test_operations.py -k imports_the_functional",
+    ),
+    Mutant(
         "overrides_dispatch",
         old="not _is_pending(value)",
         new="False",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import sys
+import types
 from typing import Any
 from unittest import mock
 
@@ -30,6 +32,14 @@ def test_a_barrier_that_returns_no_work() -> None:
     group.barrier.return_value = None
     collectives._barrier_within(group, None)
     assert not group.barrier.mock_calls[0].args[0].asyncOp
+
+
+def test_a_tensor_is_complete_while_another_thread_imports_the_functional_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "torch.distributed._functional_collectives"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    assert torch_internals.wait_if_pending(ONES) is ONES
 
 
 def bind(method: str, *args: Any, **keywords: Any) -> tuple[dict[str, Any], Any]:
