@@ -352,8 +352,13 @@ def revoke_all() -> None:
     with _tracking:
         _is_revoked = True
         for comm in _tracked.values():
-            if comm and not comm.Is_revoked():
-                comm.Revoke()
+            revoke(comm)
+
+
+def revoke(comm: Intracomm) -> None:
+    """Revoke one communicator, if MPI continues after failures, so that blocked calls on it return on all ranks."""
+    if tolerates_failures() and comm and not comm.Is_revoked():
+        comm.Revoke()
 
 
 def forget_revoked() -> None:
@@ -397,8 +402,17 @@ def has_thread_multiple() -> bool:
 
 def is_truncation(error: BaseException) -> bool:
     """Return whether an error is MPI_ERR_TRUNCATE: a rank has received more data than it expects."""
+    return _has_class(error, "ERR_TRUNCATE")
+
+
+def is_revocation(error: BaseException) -> bool:
+    """Return whether an error is MPI_ERR_REVOKED: a rank has revoked the communicator."""
+    return _has_class(error, "ERR_REVOKED")
+
+
+def _has_class(error: BaseException, name: str) -> bool:
     mpi = api()
-    return isinstance(error, mpi.Exception) and error.Get_error_class() == mpi.ERR_TRUNCATE
+    return isinstance(error, mpi.Exception) and error.Get_error_class() == getattr(mpi, name, None)
 
 
 def poll(done: Callable[[], bool], wait: float | Deadline, *, longest_pause: float = 1e-3) -> bool:

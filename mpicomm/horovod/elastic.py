@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import random
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from mpicomm.horovod.functions import broadcast_object, broadcast_optimizer_stat
 from mpicomm.horovod.submission import HorovodInternalError, Min
 from mpicomm.horovod.tensor_operations import allreduce
 from mpicomm.job import recovery, session
-from mpicomm.watchdog import rank_failures
+from mpicomm.watchdog import error_output, rank_failures
 
 T = TypeVar("T")
 
@@ -342,11 +343,12 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
                 needs_sync = not interrupt.skip_sync
-            except (HorovodInternalError, RankFailedError):
+            except (HorovodInternalError, RankFailedError) as error:
                 if not _has_failed_rank():
                     if state.num_commits == commits_at_error:
                         raise
                     commits_at_error = state.num_commits
+                    _report(error)
                 state.restore()
                 needs_sync = True
             _rejoin_job()
@@ -362,6 +364,13 @@ def _warn_without_recovery() -> None:
             "Start it with `mpicomm run --horovod --fault-tolerant`.",
             stacklevel=3,
         )
+
+
+def _report(error: Exception) -> None:
+    """Print an error from which training continues, although no rank has failed."""
+    rank = session.describe_rank(session.current_world())
+    text = "".join(traceback.format_exception(error.__cause__ or error, chain=False))
+    error_output.print_stderr(f"[mpicomm] {rank}: continuing from the last commit after an error:\n{text}")
 
 
 def _has_failed_rank() -> bool:

@@ -20,6 +20,7 @@ from mpicomm.backend.execution.worker_thread import WakeTimer
 from mpicomm.backend.gpu.thread_device import ThreadDevice
 from mpicomm.collective_ops.group_argument import timeout_of_job
 from mpicomm.devices import accelerator
+from mpicomm.errors import RankFailedError
 from mpicomm.horovod.data_operations import DataOperations
 from mpicomm.horovod.group_calls import GroupCalls
 from mpicomm.horovod.negotiation import Negotiation, Ready, StallCheck
@@ -168,6 +169,8 @@ class ProcessSetEngine:
                 self._is_closing, self._reason = True, reason
         except BaseException as error:
             self._fail(error)
+            if not isinstance(error, RankFailedError):
+                self._group.abort()  # the other ranks wait for this one
             if not isinstance(error, Exception):
                 raise
             return True

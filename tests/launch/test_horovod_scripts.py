@@ -227,6 +227,47 @@ def test_training_continues_after_ranks_were_killed(tmp_path: Path) -> None:
     assert outcome.stdout == f"end 3 {[(30.0, 30, sizes, processed)] * 3}\n", outcome
 
 
+# A round of the negotiation fails on rank 1 alone: the other ranks wait in it.
+FAILS_ON_ONE_RANK = """
+import horovod.torch as hvd
+import torch
+from mpicomm.horovod.group_calls import GroupCalls
+
+hvd.init()
+state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, starts=0)
+bitwise_and = GroupCalls.bitwise_and
+
+def fail(calls, value, num_words):
+    GroupCalls.bitwise_and = bitwise_and
+    raise MemoryError("no memory for the words")
+
+@hvd.elastic.run
+def train(state):
+    state.starts += 1
+    state.commit()
+    if hvd.rank() == 1 and state.starts == 1:
+        GroupCalls.bitwise_and = fail
+    return hvd.allreduce(torch.ones(1) * state.starts, op=hvd.Sum).item()
+
+total = train(state)
+if hvd.rank() == 0:
+    print("end", state.starts, total)
+"""
+
+
+@pytest.mark.skipif("Open MPI" not in mpi.library().vendor, reason="needs ULFM")
+def test_training_continues_on_all_ranks_after_a_round_failed_on_one(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILS_ON_ONE_RANK)
+    outcome = run_command([*RUN, "-np", "3", "--min-np", "2", str(script)])
+    assert (outcome.status, outcome.stdout) == (0, "end 2 6.0\n"), outcome
+    for rank in range(3):
+        assert f"[mpicomm] rank {rank} of 3 on " in outcome.stderr, outcome
+    assert outcome.stderr.count("continuing from the last commit after an error:\n") == 3, outcome
+    assert "MemoryError: no memory for the words" in outcome.stderr, outcome
+    assert outcome.stderr.count("cannot be used any more: it was aborted on rank 1.") >= 2, outcome
+
+
 @pytest.mark.parametrize(
     ("environ", "options"),
     [

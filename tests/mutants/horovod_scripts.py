@@ -117,6 +117,31 @@ if bucket not in self._started:
         tests="tests/horovod/test_sync_batch_norm.py",
         ranks=4,
     ),
+    Mutant(
+        "ProcessSetEngine._cycle",
+        old="""
+if not isinstance(error, RankFailedError):
+    self._group.abort()
+""",
+        fault="After a round that fails on one rank, the others wait in it until the job times out.",
+        tests="tests/launch/test_horovod_scripts.py -k failed_on_one",
+    ),
+    Mutant(
+        "run.wrapper",
+        old="_report(error)",
+        new="None",
+        fault="hvd.elastic.run does not show an error from which it continues.",
+        tests="tests/launch/test_horovod_scripts.py -k failed_on_one",
+    ),
+    Mutant(
+        "GroupState.fail",
+        old="""
+if mpi.is_revocation(error):
+    check_unbroken(self.record)
+""",
+        fault="The error on the other ranks does not say which rank has aborted the group.",
+        tests="tests/launch/test_horovod_scripts.py -k failed_on_one",
+    ),
     # -- elastic ------------------------------------------------------------------------------------------------------
     Mutant(
         "_surviving_rank",

@@ -338,6 +338,7 @@ class Executor:
             return
         self._state.is_open = False
         self._state.break_by("it was aborted")
+        mpi.revoke(self.comm)
         # 2. fail the queued operations and the in-flight messages
         self.messages.stop()
         error = MpicommError(f"group {self.record.name} was aborted before the operation completed.\nEnd the job.")

@@ -81,10 +81,13 @@ class GroupState:
 
         Raises:
             RankFailedError: In place of the error, if it occurred because a rank has failed.
+            MpicommError: In place of the error, if it occurred because another rank has aborted the group.
             RuntimeError: In place of the error, if MPI has received more data than this rank expects.
         """
         if isinstance(error, Exception):
             rank_failures.raise_if_failed(error)
+        if mpi.is_revocation(error):
+            check_unbroken(self.record)
         if getattr(error, "is_on_all_ranks", False):
             return
         kind = type(error).__name__
