@@ -114,6 +114,7 @@ def _is_configured() -> bool:
         "refuse_children": flight_recorder.refuse_children,
     }
     options = {name: _ROWS[name].options for name in _ROWS if hasattr(PlainCalls, name)}
+    options["barrier"] = torch_internals.BarrierOptions
     rows = [_describe(dtype) for dtype in _DTYPES]
     try:
         extension.module().configure(

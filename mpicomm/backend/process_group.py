@@ -225,6 +225,8 @@ class MPIProcessGroup(dist.ProcessGroup):
                 lists the missing ranks.
         """
         opts = operations.options_of("barrier", torch_internals.BarrierOptions, opts, {"timeout": timeout})
+        if self._plain is not None and (work := self._plain.barrier(opts)) is not None:
+            return work
         if dispatcher.is_needed():
             return dispatcher.call(self, "barrier", [], opts)
         return self._executor.barrier(opts)

@@ -31,7 +31,7 @@ KINDS = {
 }
 """For each dtype, the kind of number that the library adds, and how many of them an element has."""
 
-ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER = range(8)
+ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER, BARRIER = range(9)
 DONE, WAITING, DIFFERENT, UNAVAILABLE = range(4)
 LINE_BYTES = 128
 """The size of the record of an operation that each rank publishes in the shared memory."""
@@ -49,6 +49,10 @@ IS_LIST = 1 << 63
 def call(operation: int, kind: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
     """Return the call that all ranks must make, as the library's number."""
     return operation | kind << 8 | root << 16 | divisor << 32 | dtype_code(dtype) << 48
+
+
+BARRIER_CALL = BARRIER | BYTES << 8 | 1 << 32
+"""The call of a barrier, which has no dtype."""
 
 
 @functools.cache

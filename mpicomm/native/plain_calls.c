@@ -13,7 +13,7 @@
 #include <limits.h>
 #include <string.h>
 
-#define NUM_OPERATIONS 8
+#define NUM_OPERATIONS 8 /* with sizes */
 #define MAX_ARGUMENTS 5
 #define NOTED_BYTES (1 << 17)  /* from this size on, autograd is notified of a write; it takes about a microsecond */
 #define QUICK_BYTES 4096       /* up to this size, a call that need not wait keeps the GIL */
@@ -41,13 +41,14 @@ typedef struct {
     char *source, *out;
     Block *blocks; /* owned, as the references to the tensors, which another thread may drop during the call */
     PyObject *kept[2];
+    PyObject *record, *options; /* of a barrier, which ends at its timeout; borrowed */
 } Call;
 
 typedef struct {
     PyObject_HEAD
     /* objects of the group's executor */
     PyObject *group, *executor, *state, *jobs, *acquire, *release, *queue, *fail, *run_by_mpi, *run_general, *keep_work;
-    PyObject *batch, *make_job, *make_call, *add_first, *wake;
+    PyObject *batch, *make_job, *make_call, *add_first, *wake, *check_barrier;
     PyObject *spare; /* a job for the next call that begins in the call and continues in the queue */
     /* of its slots */
     PyObject *on_wait, *explain;
@@ -77,6 +78,7 @@ static Method methods[] = {
     {GATHER, "gather", "gather", 2, NULL, NULL},
     {SCATTER, "scatter", "scatter", 2, NULL, NULL},
     {ALL_TO_ALL, "all_to_all_single", "all_to_all", 4, NULL, NULL},
+    {BARRIER, "barrier", "barrier", 0, NULL, NULL},
 };
 enum {
     M_ALLREDUCE,
@@ -87,7 +89,8 @@ enum {
     M_ALLGATHER,
     M_GATHER,
     M_SCATTER,
-    M_ALL_TO_ALL
+    M_ALL_TO_ALL,
+    M_BARRIER
 };
 #define NUM_METHODS (sizeof methods / sizeof *methods)
 
@@ -372,6 +375,18 @@ static int prepare_all_to_all_single(const PlainCalls *self, PyObject *const *ar
     return select_algorithm(self, call);
 }
 
+static const Dtype *no_dtype; /* of a barrier: None */
+
+/* A barrier runs in slots; without them, the general path has a barrier of MPI that ends at a timeout. */
+static int prepare_barrier(const PlainCalls *self, PyObject *const *args, Call *call) {
+    REQUIRE(self->above == SLOTS && self->slots != NULL);
+    REQUIRE(read_options(self, args[0], call, 0));
+    read_movement(call, no_dtype);
+    call->dtype = no_dtype, call->options = args[0], call->uses_slots = 1;
+    call->source = call->out = (char *)self->slots; /* NULL would mean: not on the host */
+    return 1;
+}
+
 /* -- running ---------------------------------------------------------------------------------------------------- */
 
 /* Whether a call in slots takes one step, and all of its tensors are small. */
@@ -409,6 +424,8 @@ static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on
             return raise_destroyed("during");
         }
         CHECK(mpicomm_drop(PyObject_CallNoArgs(on_wait)) == 0); /* also runs signal handlers */
+        if (call->record != NULL)
+            CHECK(mpicomm_drop(PyObject_CallFunctionObjArgs(self->check_barrier, call->record, call->options, NULL)) == 0);
         Py_BEGIN_ALLOW_THREADS
         status = mpicomm_continue(slots);
         Py_END_ALLOW_THREADS
@@ -520,6 +537,7 @@ typedef struct {
     const Method *method;
     Prepare prepare;
     uint64_t signature, numbers; /* of the call */
+    PyObject *record;            /* of a barrier that has begun */
     int has_begun;
 } QueuedCall;
 
@@ -528,7 +546,7 @@ static PyObject *queued_call_type;
 static PyObject *run_queued(PyObject *self, PyObject *args, PyObject *keywords) {
     QueuedCall *queued = (QueuedCall *)self;
     PyObject *arguments[MAX_ARGUMENTS];
-    Call call = {.method = queued->method, .has_begun = queued->has_begun};
+    Call call = {.method = queued->method, .has_begun = queued->has_begun, .record = queued->record};
     (void)args, (void)keywords;
     for (int i = 0; i <= queued->method->arguments; i++)
         if ((arguments[i] = PyTuple_GetItem(queued->args, i)) == NULL)
@@ -556,6 +574,7 @@ static void free_queued(PyObject *self) {
     Py_CLEAR(queued->owner);
     Py_CLEAR(queued->args);
     Py_CLEAR(queued->results);
+    Py_CLEAR(queued->record);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -575,7 +594,7 @@ static QueuedCall *create_queued(PlainCalls *self, const Call *call, Prepare pre
     if (queued == NULL)
         return NULL;
     queued->owner = (PlainCalls *)mpicomm_reference((PyObject *)self);
-    queued->method = call->method, queued->prepare = prepare, queued->has_begun = 0;
+    queued->method = call->method, queued->prepare = prepare, queued->has_begun = 0, queued->record = NULL;
     queued->signature = call->signature, queued->numbers = call->numbers;
     queued->args = copy_arguments(call->method, args);
     queued->results = copy_of(results);
@@ -721,6 +740,8 @@ static PyObject *continue_later(PlainCalls *self, const Call *call, QueuedCall *
     PyObject *job = self->spare, *work = PyObject_GetAttr(job, n_work);
     self->spare = NULL;
     queued->has_begun = 1;
+    if (call->record != NULL)
+        queued->record = mpicomm_reference(call->record);
     int result = work == NULL ? -1 : fill_job(self, call, queued, record, job, work);
     if (result == 0) {
         mpicomm_postpone_record(record);
@@ -774,8 +795,16 @@ static PyObject *start_now(PlainCalls *self, const Call *call, Prepare prepare, 
 
 /* -- from the arguments to the work ------------------------------------------------------------------------------ */
 
+/* Queue a call behind others; a barrier, which may run without slots then, takes the general path. */
+static PyObject *start_later(PlainCalls *self, const Call *call, Prepare prepare, PyObject *const *args,
+                             PyObject *results) {
+    if (call->method->operation == BARRIER)
+        Py_RETURN_NONE;
+    return queue_call(self, call, prepare, args, results);
+}
+
 /* Run a plain call now, or queue it; return its work. */
-static PyObject *start(PlainCalls *self, const Call *call, Prepare prepare, PyObject *const *args, PyObject *results) {
+static PyObject *start(PlainCalls *self, Call *call, Prepare prepare, PyObject *const *args, PyObject *results) {
     PyObject *work = NULL;
     int is_async = mpicomm_is_true(args[call->method->arguments], n_async), has_turn = 0;
     int is_eager = is_async > 0 && self->has_threads && call->uses_slots && self->slots != NULL &&
@@ -783,11 +812,15 @@ static PyObject *start(PlainCalls *self, const Call *call, Prepare prepare, PyOb
     if (is_async < 0)
         return NULL;
     if ((is_async && !is_eager) || PyObject_Size(self->jobs) > 0) /* without threads, the queue raises an error */
-        return queue_call(self, call, prepare, args, results);
+        return start_later(self, call, prepare, args, results);
     CallRecord *record = create_record(self, call, args); /* before the turn: no code in Python follows */
+    if (record != NULL && call->method->operation == BARRIER) {
+        call->record = (PyObject *)record;
+        mpicomm_replace(&record->limit_or_options, mpicomm_reference(Py_None)); /* it raises TimeoutError itself */
+    }
     if (record != NULL && (!is_eager || make_spare(self) == 0) && (has_turn = take_turn(self)) >= 0) {
         if (!has_turn)
-            work = queue_call(self, call, prepare, args, results);
+            work = start_later(self, call, prepare, args, results);
         else if (is_async)
             work = start_now(self, call, prepare, args, results, record);
         else
@@ -839,6 +872,7 @@ DEFINE_METHOD(allgather, M_ALLGATHER, first_or_empty(args[0]))
 DEFINE_METHOD(gather, M_GATHER, first_or_empty(args[0]))
 DEFINE_METHOD(scatter, M_SCATTER, mpicomm_reference(args[0]))
 DEFINE_METHOD(all_to_all_single, M_ALL_TO_ALL, mpicomm_list(args[0]))
+DEFINE_METHOD(barrier, M_BARRIER, PyList_New(0))
 
 /* -- the type --------------------------------------------------------------------------------------------------- */
 
@@ -902,7 +936,7 @@ static PyObject *use_slots(PyObject *object, PyObject *args) {
 static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     static const char *const names[] = {
         "group", "executor",   "state",       "jobs",      "acquire", "release",  "queue",     "fail",
-        "run_by_mpi", "run_general", "keep_work", "batch", "make_job", "make_call", "add_first", "wake",
+        "run_by_mpi", "run_general", "keep_work", "batch", "make_job", "make_call", "add_first", "wake", "check_barrier",
     };
     PyObject *objects;
     unsigned long long whole_bytes, kept_elements;
@@ -927,7 +961,7 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
 }
 
 static PyObject **members_of(PyObject *self) { return &((PlainCalls *)self)->group; }
-#define NUM_MEMBERS 19
+#define NUM_MEMBERS 20
 
 static int traverse(PyObject *self, visitproc visit, void *arg) {
     for (int i = 0; i < NUM_MEMBERS; i++)
@@ -963,6 +997,7 @@ static PyMethodDef calls_methods[] = {
     METHOD(gather, "Gather every rank's tensor into a list on the root."),
     METHOD(scatter, "Send one tensor of the root's list to each rank."),
     METHOD(all_to_all_single, "Send each rank its rows of a tensor, in equal parts, and receive rows from all ranks."),
+    METHOD(barrier, "Wait for all ranks, for at most the timeout of the options, or of the group."),
     {"close", close_calls, METH_NOARGS, "Refuse calls: the group is destroyed."},
     {"use", use, METH_VARARGS, use_doc},
     {"use_slots", use_slots, METH_VARARGS, use_slots_doc},
@@ -1016,6 +1051,8 @@ int mpicomm_configure_calls(PyObject *objects, PyObject *options, long long sum_
     CHECK(take_names() == 0);
     for (size_t i = 0; i < NUM_METHODS; i++)
         CHECK(mpicomm_take(options, methods[i].name, &methods[i].options) == 0);
+    static Dtype none = {.kind = INT8, .item = 1};
+    none.dtype = Py_None, no_dtype = &none;
     mpi_sum = (Handle)sum_op, in_place = (Handle)in_place_address;
     return 0;
 }

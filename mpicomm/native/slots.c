@@ -248,6 +248,8 @@ static void bring(const Group *group) {
     const char *source = group->source + group->start * item;
     char *slot = slot_of(group, group->rank);
     switch (group->operation) {
+    case BARRIER:
+        return;
     case REDUCE_SCATTER:
     case ALL_TO_ALL:
         for (int rank = 0; rank < group->size; rank++)
@@ -357,6 +359,8 @@ static int fetch(const Group *group) {
     const char *mine = group->source + offset;
     char *slot = slot_of(group, group->rank), *out = group->out + offset;
     switch (group->operation) {
+    case BARRIER:
+        return 0;
     case REDUCE_SCATTER:
         out = group->out + group->start * (group->is_wide ? sizeof(float) : item);
         add(group, mine + block * (size_t)group->rank, region_bytes(group) * (size_t)group->rank, length, out, NULL);

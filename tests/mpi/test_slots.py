@@ -297,9 +297,21 @@ def test_different_dtypes_of_one_size_are_refused_on_all_ranks(
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
-def test_mpi_progresses_while_a_rank_waits(make: Make, world: mpicomm.World) -> None:
+either_path = pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "general"])
+
+
+def make_for(make: Make, *, is_plain: bool) -> Any:
+    """Return a group whose calls on plain tensors take the extension module, or the general path."""
+    handle: Any = make()
+    if not is_plain:
+        handle._plain = None
+    return handle
+
+
+@either_path
+def test_mpi_progresses_while_a_rank_waits(make: Make, world: mpicomm.World, is_plain: bool) -> None:
     """Rank 1 arrives only after it has received a message that rank 0 must send in its wait."""
-    handle = make()
+    handle = make_for(make, is_plain=is_plain)
     tensor = torch.ones(16 * KIB)
     dist.all_reduce(tensor, group=handle)
     comm = mpi.job_comm()
@@ -340,8 +352,9 @@ def test_a_wait_releases_the_gil(make: Make, world: mpicomm.World) -> None:
         thread.join()
 
 
-def test_a_group_that_breaks_ends_a_wait(make: Make, world: mpicomm.World) -> None:
-    handle = make()
+@either_path
+def test_a_group_that_breaks_ends_a_wait(make: Make, world: mpicomm.World, is_plain: bool) -> None:
+    handle = make_for(make, is_plain=is_plain)
     dist.all_reduce(torch.ones(16 * KIB), group=handle)
     if world.rank == 0:
         time.sleep(0.3)

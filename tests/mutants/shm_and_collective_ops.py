@@ -56,22 +56,22 @@ MUTANTS = [
     ),
     # -- shared memory of a node ----------------------------------------------------------------------------
     Mutant(
-        "NativeSlots._run",
+        "NativeSlots._finish",
         old="while status == c_library.WAITING:",
         new="if status == c_library.WAITING:",
         fault="An operation ends when another rank is more than a millisecond late.",
-        tests="tests/mpi/test_slots.py -k test_a_wait_releases_the_gil",
+        tests="tests/mpi/test_barrier.py -k 'leaves and general'",
         ranks=2,
     ),
     Mutant(
-        "NativeSlots._run",
+        "NativeSlots._finish",
         old="self._on_wait()",
         fault="MPI does not progress while a rank waits in slots, and the end of the group does not end the wait.",
-        tests="tests/mpi/test_slots.py -k 'progresses or breaks'",
+        tests="tests/mpi/test_slots.py -k '(progresses or breaks) and general'",
         ranks=2,
     ),
     Mutant(
-        "NativeSlots._run",
+        "NativeSlots._finish",
         old="status == c_library.DIFFERENT",
         new="False and status == c_library.DIFFERENT",
         fault="Ranks that call different operations take the slower path instead of raising an error.",

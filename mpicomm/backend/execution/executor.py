@@ -68,8 +68,9 @@ class Executor:
         self.algorithms = AlgorithmSelector(comm, record, settings)
         self.dense = DenseCollectives(comm, self.algorithms)
         self._compares_calls = settings.debug
+        self._uses_slots_for_barriers = not settings.debug and settings.on_timeout != "raise"
         # Not if a check or a barrier precedes collectives.
-        self.takes_plain_calls = settings.native and not settings.debug and settings.on_timeout != "raise"
+        self.takes_plain_calls = settings.native and self._uses_slots_for_barriers
         """Whether the extension module may run collectives on plain tensors."""
 
         self._state = GroupState(comm, record, raises_timeouts=settings.on_timeout == "raise")
@@ -122,7 +123,13 @@ class Executor:
             "make_call": functools.partial(functools.partial, self._run),
             "add_first": self._jobs.appendleft,
             "wake": self._wake_for,
+            "check_barrier": self._check_plain_barrier,
         }
+
+    def _check_plain_barrier(self, operation: Operation, opts: CallOptions) -> None:
+        """Check the timeout of a barrier that waits in the extension module."""
+        seconds = opts.timeout.total_seconds()
+        self._state.check_barrier(operation, seconds if seconds > 0 else operation.usual_limit)
 
     def _make_job(self) -> QueuedJob:
         """Return a job for a call that has begun on its caller's thread; the extension module sets its fields."""
@@ -234,7 +241,7 @@ class Executor:
                 operation.begin()
             with self._lock:
                 if wait_limit is not None:
-                    self._state.wait_for_all(operation, wait_limit)
+                    self._wait_for_all(operation, wait_limit)
                 if self._compares_calls:
                     self._state.compare_calls(signature, operation)
                 call()
@@ -245,6 +252,14 @@ class Executor:
         finally:
             if operation.start is not None:  # otherwise a signal handler was earlier, and the worker's thread runs it
                 operation.finish()
+
+    def _wait_for_all(self, operation: Operation, seconds: float) -> None:
+        """Wait in a barrier that Python can interrupt; like all operations, a barrier uses slots once they are open."""
+        slots = self.algorithms.slots
+        if operation.name == "barrier" and slots is not None and self._uses_slots_for_barriers:
+            slots.barrier(functools.partial(self._state.check_barrier, operation, seconds))
+        else:
+            self._state.wait_for_all(operation, seconds)
 
     def _is_usable(self) -> bool:
         """Return whether operations can run."""

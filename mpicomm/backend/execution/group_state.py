@@ -53,6 +53,7 @@ class GroupState:
         self.is_open = True
         self._comm = comm
         self._outstanding: list[Request] = []  # barriers that timed out; MPI cannot cancel them
+        self._barrier: tuple[Operation, Deadline] | None = None  # the last one that waited in slots
 
     def check_open(self) -> None:
         """Check that the group can be used.
@@ -123,6 +124,18 @@ class GroupState:
         if self.raises_timeouts:  # the MPI call cannot be interrupted: from here the watchdog enforces the timeout
             operation.limit = limit
             operation.extend_deadline(time.monotonic() - start)
+
+    def check_barrier(self, operation: Operation, seconds: float) -> None:
+        """Check the timeout of a barrier in slots, which calls this every millisecond while ranks are late.
+
+        Raises:
+            TimeoutError: If a rank has not arrived after the timeout; the message lists the missing ranks.
+        """
+        if self._barrier is None or self._barrier[0] is not operation:
+            self._barrier = operation, Deadline(seconds)
+        deadline = self._barrier[1]
+        if deadline.count_down() < 0:
+            raise self.time_out(operation, deadline.seconds)
 
     def compare_calls(self, call: str, operation: Operation) -> None:
         """Compare this rank's call with the calls of the other ranks, as `MPICOMM_DEBUG=1` asks (collective).

@@ -155,6 +155,11 @@ class NativeSlots:
         _note_write(tensor)
         return ran
 
+    def barrier(self, check: Callable[[], None]) -> None:
+        """Wait for all ranks; `check` is called every millisecond, and may raise an exception."""
+        status = self._start(self._address, c_library.BARRIER_CALL, self._address, None, 0)  # NULL: not on the host
+        self._finish(status, check)
+
     def gather(self, tensors: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> bool:
         """Fill the root's list with each rank's source, of the size of its tensor; it is empty on other ranks."""
         return self._fill_list(c_library.moving(c_library.GATHER, source.dtype, root), tensors, source)
@@ -177,9 +182,13 @@ class NativeSlots:
         return ran
 
     def _run(self, call: int, source: int | None, out: int | None, count: int) -> bool:
-        status = self._start(self._address, call, source, out, count)
+        return self._finish(self._start(self._address, call, source, out, count))
+
+    def _finish(self, status: int, check: Callable[[], None] | None = None) -> bool:
         while status == c_library.WAITING:
             self._on_wait()
+            if check is not None:
+                check()
             status = self._continue(self._address)
         if status == c_library.DIFFERENT:
             self._explain()
@@ -193,6 +202,8 @@ class NativeSlots:
         """Raise the error of ranks that call different operations, or with tensors of different sizes."""
         signatures, sizes = self._published()
         are_blocks = self._state.operation in (c_library.GATHER, c_library.SCATTER) and len(set(signatures)) == 1
+        if len({signature & 0xFF for signature in signatures}) > 1:
+            sizes = [0]  # of different operations, which says nothing
         raise _different_blocks(sizes) if are_blocks else different_calls(min(sizes), max(sizes))
 
     def _published(self) -> tuple[list[int], list[int]]:
