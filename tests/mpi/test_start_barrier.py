@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
 
 import mpicomm
 from mpicomm import missing_ranks, mpi
