@@ -420,12 +420,11 @@ static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on
         Py_END_ALLOW_THREADS
     }
     while (status == WAITING) {
-        if (self->slots != slots) {
-            return raise_destroyed("during");
-        }
-        CHECK(mpicomm_drop(PyObject_CallNoArgs(on_wait)) == 0); /* also runs signal handlers */
         if (call->record != NULL)
             CHECK(mpicomm_drop(PyObject_CallFunctionObjArgs(self->check_barrier, call->record, call->options, NULL)) == 0);
+        if (self->slots != slots)
+            return raise_destroyed("during");
+        CHECK(mpicomm_drop(PyObject_CallNoArgs(on_wait)) == 0); /* also runs signal handlers */
         Py_BEGIN_ALLOW_THREADS
         status = mpicomm_continue(slots);
         Py_END_ALLOW_THREADS

@@ -416,10 +416,18 @@ static void fetch_parts(const Group *group) {
     }
 }
 
+/* Whether all ranks have arrived. The caller of a barrier sleeps between two calls: ranks may be late by minutes. */
+static int have_arrived(Group *group) {
+    int have = group->operation == BARRIER && group->has_waited ? mpicomm_all_have_begun(group)
+                                                                : all_have(group, offsetof(Line, arrived));
+    group->has_waited |= !have;
+    return have;
+}
+
 EXPORTED int mpicomm_continue(Group *group) {
     for (;;) {
         if (group->stage == ARRIVING) {
-            if (!all_have(group, offsetof(Line, arrived)))
+            if (!have_arrived(group))
                 return WAITING;
             Status status = compare(group);
             if (status != DONE)
@@ -445,7 +453,7 @@ void mpicomm_begin(Group *group, uint64_t call, const void *source, void *out, u
     group->signature = call & ~((uint64_t)1 << LIST_SHIFT);
     group->operation = call & 0xff, group->kind = call >> KIND_SHIFT & 0x7f, group->is_wide = call >> WIDE_SHIFT & 1;
     group->root = call >> ROOT_SHIFT & 0xffff, group->divisor = call >> DIVISOR_SHIFT & 0xffff;
-    group->is_list = call >> LIST_SHIFT, group->has_next = 0;
+    group->is_list = call >> LIST_SHIFT, group->has_next = group->has_waited = 0;
     group->source = source, group->out = out, group->count = count, group->start = 0;
     start_step(group);
 }

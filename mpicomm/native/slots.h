@@ -49,6 +49,7 @@ typedef struct {
     int32_t is_wide;    /* whether reduce_scatter leaves its sums of narrow floats in float32 */
     int32_t is_list;    /* whether the tensor with a block for each rank is a list of blocks */
     int32_t has_next;   /* whether the contribution to the next step is in its slot already */
+    int32_t has_waited; /* whether the operation has returned WAITING */
     uint64_t signature; /* of the current operation */
     uint64_t number;    /* of the current step: an operation has a step for each slot that its tensor fills */
     uint64_t count;     /* numbers in the whole tensor, or in one block if a tensor has a block for each rank */

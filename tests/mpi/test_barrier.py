@@ -91,6 +91,18 @@ def test_the_watchdog_sees_a_barrier_without_a_deadline(world: mpicomm.World, gr
 
 
 @paths
+@pytest.mark.parametrize("is_async", [False, True])
+def test_ranks_that_wait_do_not_compute(world: mpicomm.World, group: Any, is_async: bool) -> None:
+    world.comm.Barrier()
+    if world.rank == 1:
+        time.sleep(1.0)
+    start = time.monotonic(), time.process_time()
+    barrier(group, is_async=is_async).wait()
+    seconds, used = time.monotonic() - start[0], time.process_time() - start[1]
+    assert world.rank == 1 or used < 0.4 * seconds
+
+
+@paths
 @pytest.mark.parametrize("is_async", [False, True], ids=["own timeout", "asynchronous, timeout of the group"])
 def test_a_rank_is_missing(world: mpicomm.World, group: Any, is_async: bool) -> None:
     """The ranks that wait get an error that names the missing one. A barrier before it does not shorten its timeout."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from mpicomm.backend.transfer import algorithms
 from mpicomm.backend.transfer.algorithms import Algorithm, Choices
+from mpicomm.settings import Settings
 
 MIB = 2**20
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
@@ -25,6 +28,13 @@ def test_memory_is_shared_at_the_smallest_size_that_uses_it(size: int) -> None:
         smallest = algorithms.SLOT_OPERATIONS[row]
         assert not smallest or choices.select(row, smallest - 1) is Algorithm.MPI
     assert Choices(1).select("all_reduce", 2**30) is Algorithm.MPI
+
+
+def test_a_group_that_another_thread_destroys_ends_a_wait() -> None:
+    selector = algorithms.AlgorithmSelector(mock.Mock(size=2), mock.Mock(), Settings())
+    selector.close()
+    with pytest.raises(RuntimeError, match="destroyed during the operation"):
+        selector._advance()
 
 
 # A change of a threshold changes the bits of the results of users' programs.

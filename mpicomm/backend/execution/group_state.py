@@ -17,6 +17,7 @@ from mpicomm.watchdog import agent, rank_failures
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
+_LONGEST_PAUSE, _SHARE_OF_WAIT = 1e-3, 0.1  # between two checks of a barrier in slots: seconds, and of the wait so far
 _MONITORED_PAUSE = 1e-3  # seconds between two polls of a monitored barrier: the delay after the last rank has arrived
 
 
@@ -126,7 +127,7 @@ class GroupState:
             operation.extend_deadline(time.monotonic() - start)
 
     def check_barrier(self, operation: Operation, seconds: float) -> None:
-        """Check the timeout of a barrier in slots, which calls this every millisecond while ranks are late.
+        """Check the timeout of a barrier in slots, which calls this again and again while ranks are late, and sleep.
 
         Raises:
             TimeoutError: If a rank has not arrived after the timeout; the message lists the missing ranks.
@@ -136,6 +137,8 @@ class GroupState:
         deadline = self._barrier[1]
         if deadline.count_down() < 0:
             raise self.time_out(operation, deadline.seconds)
+        assert operation.start is not None
+        time.sleep(min(_LONGEST_PAUSE, _SHARE_OF_WAIT * (time.monotonic() - operation.start)))
 
     def compare_calls(self, call: str, operation: Operation) -> None:
         """Compare this rank's call with the calls of the other ranks, as `MPICOMM_DEBUG=1` asks (collective).

@@ -203,7 +203,10 @@ class AlgorithmSelector:
 
         Raises:
             MpicommError: If the group was aborted, or has failed on another rank.
+            RuntimeError: If another thread has destroyed the group.
         """
+        if not self._comms:
+            raise RuntimeError("the group was destroyed during the operation.\nDestroy it when no thread uses it.")
         self._comms[0].Iprobe()  # of the node, which has no messages: Open MPI makes no progress if it finds one
         check_unbroken(self._record)
 

@@ -156,7 +156,7 @@ class NativeSlots:
         return ran
 
     def barrier(self, check: Callable[[], None]) -> None:
-        """Wait for all ranks; `check` is called every millisecond, and may raise an exception."""
+        """Wait for all ranks; while they are late, `check` is called, which may sleep or raise an exception."""
         status = self._start(self._address, c_library.BARRIER_CALL, self._address, None, 0)  # NULL: not on the host
         self._finish(status, check)
 
@@ -186,9 +186,9 @@ class NativeSlots:
 
     def _finish(self, status: int, check: Callable[[], None] | None = None) -> bool:
         while status == c_library.WAITING:
-            self._on_wait()
             if check is not None:
                 check()
+            self._on_wait()
             status = self._continue(self._address)
         if status == c_library.DIFFERENT:
             self._explain()
