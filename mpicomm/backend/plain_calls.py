@@ -19,7 +19,7 @@ from mpicomm import mpi, torch_internals
 from mpicomm.backend.execution import future_callbacks
 from mpicomm.backend.execution.executor import MAX_KEPT_ELEMENTS, Executor
 from mpicomm.backend.execution.message_work import MessageWork
-from mpicomm.backend.execution.pending_messages import REAP_ABOVE
+from mpicomm.backend.execution.pending_messages import BUFFERED_BYTES, REAP_ABOVE
 from mpicomm.backend.execution.work import CompletedWork, EarlyWork
 from mpicomm.backend.gpu.transport import DIRECT
 from mpicomm.backend.operations import TABLE
@@ -74,6 +74,7 @@ def create_messages(executor: Executor) -> Any:
         executor.messages.parts_of_plain_messages(),
         executor.comm.size,
         mpi_calls.largest_tag(),
+        BUFFERED_BYTES,
         REAP_ABOVE,
         _handle(executor.comm),
         mpi.has_thread_multiple(),

@@ -37,11 +37,25 @@ static inline int mpicomm_drop(PyObject *result) {
     return 0;
 }
 
+/* A variable for an object, and the object's name. */
+typedef struct {
+    PyObject **place;
+    const char *name;
+} Named;
+
 /* Take an object of a dict; -1 with an exception if it is not there. */
 int mpicomm_take(PyObject *objects, const char *name, PyObject **place);
 
-/* Return an interned string. */
-PyObject *mpicomm_name(const char *text);
+/* Do the same for each variable of a table; and store the names themselves, interned. */
+#define TAKE_ALL(OBJECTS, TABLE) mpicomm_take_all(OBJECTS, TABLE, sizeof(TABLE) / sizeof *(TABLE))
+#define STORE_NAMES(TABLE) mpicomm_store_names(TABLE, sizeof(TABLE) / sizeof *(TABLE))
+int mpicomm_take_all(PyObject *objects, const Named *table, size_t number);
+int mpicomm_store_names(const Named *table, size_t number);
+
+/* Visit, clear and free the references of an object, which are members in a row, for the slots of its type. */
+int mpicomm_traverse(PyObject *self, PyObject **members, int number, visitproc visit, void *arg);
+int mpicomm_clear(PyObject **members, int number);
+void mpicomm_free(PyObject *self, PyObject **members, int number);
 
 /* Return whether an attribute is true; -1 with an exception. */
 int mpicomm_is_true(PyObject *object, PyObject *name);

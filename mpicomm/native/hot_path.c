@@ -7,8 +7,6 @@
 #include "records.h"
 #include "torch_objects.h"
 
-PyObject *mpicomm_name(const char *text) { return PyUnicode_InternFromString(text); }
-
 int mpicomm_take(PyObject *objects, const char *name, PyObject **place) {
     PyObject *object = PyDict_GetItemString(objects, name);
     if (object == NULL) {
@@ -17,6 +15,38 @@ int mpicomm_take(PyObject *objects, const char *name, PyObject **place) {
     }
     mpicomm_replace(place, mpicomm_reference(object));
     return 0;
+}
+
+int mpicomm_take_all(PyObject *objects, const Named *table, size_t number) {
+    for (size_t i = 0; i < number; i++)
+        CHECK(mpicomm_take(objects, table[i].name, table[i].place) == 0);
+    return 0;
+}
+
+int mpicomm_store_names(const Named *table, size_t number) {
+    for (size_t i = 0; i < number; i++)
+        CHECK((*table[i].place = PyUnicode_InternFromString(table[i].name)) != NULL);
+    return 0;
+}
+
+int mpicomm_traverse(PyObject *self, PyObject **members, int number, visitproc visit, void *arg) {
+    for (int i = 0; i < number; i++)
+        Py_VISIT(members[i]);
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+int mpicomm_clear(PyObject **members, int number) {
+    for (int i = 0; i < number; i++)
+        Py_CLEAR(members[i]);
+    return 0;
+}
+
+void mpicomm_free(PyObject *self, PyObject **members, int number) {
+    PyTypeObject *type = Py_TYPE(self);
+    mpicomm_clear(members, number);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
 }
 
 static int consume_truth(PyObject *object) {

@@ -64,7 +64,7 @@ typedef enum { GENERAL, SLOTS } Above; /* how calls of larger sizes run: by the 
 /* -- objects of Python ------------------------------------------------------------------------------------------ */
 
 static PyObject *sum, *average, *callbacks, *message_threads, *early_work, *note_writes;
-static PyObject *n_async, *n_reduce_op, *n_root, *n_is_open, *n_shape, *n_queue, *n_call, *n_work;
+static PyObject *n_async, *n_reduce_op, *n_root, *n_shape, *n_queue, *n_call, *n_work;
 static PyObject *n_tensors, *n_operation, *n_flushes_denormals;
 static Handle mpi_sum, in_place;
 
@@ -401,8 +401,16 @@ static int may_differ(const Call *call) {
 }
 
 static int raise_destroyed(const char *when) {
-    PyErr_Format(PyExc_RuntimeError, "the group was destroyed %s the operation.\nDestroy it when no thread uses it.", when);
+    PyErr_Format(PyExc_RuntimeError,
+                 "the group was destroyed %s the operation.\nDestroy it when no thread uses it.", when);
     return -1;
+}
+
+/* Check the timeout of a barrier, and sleep; other calls have none. */
+static int check_barrier(const PlainCalls *self, const Call *call) {
+    if (call->record == NULL)
+        return 0;
+    return mpicomm_drop(PyObject_CallFunctionObjArgs(self->check_barrier, call->record, call->options, NULL));
 }
 
 /* Run a call in slots; return how it ended. `on_wait` and `explain` keep the slots alive. */
@@ -420,8 +428,7 @@ static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on
         Py_END_ALLOW_THREADS
     }
     while (status == WAITING) {
-        if (call->record != NULL)
-            CHECK(mpicomm_drop(PyObject_CallFunctionObjArgs(self->check_barrier, call->record, call->options, NULL)) == 0);
+        CHECK(check_barrier(self, call) == 0);
         if (self->slots != slots)
             return raise_destroyed("during");
         CHECK(mpicomm_drop(PyObject_CallNoArgs(on_wait)) == 0); /* also runs signal handlers */
@@ -620,12 +627,10 @@ static PyObject *queue_call(PlainCalls *self, const Call *call, Prepare prepare,
 
 /* Whether nothing is queued, and this thread has the group's lock now. */
 static int take_turn(PlainCalls *self) {
-    GroupRecord *group = (GroupRecord *)self->group;
     Py_ssize_t jobs = PyObject_Size(self->jobs), pending = PyList_Size(callbacks);
     CHECK(jobs >= 0 && pending >= 0);
     REQUIRE(jobs == 0 && pending == 0 && PyList_Size(message_threads) == 0);
-    REQUIRE(group->broken != NULL && PyUnicode_Check(group->broken) && PyUnicode_GetLength(group->broken) == 0);
-    REQUIRE(mpicomm_is_true(self->state, n_is_open));
+    REQUIRE(mpicomm_is_usable((GroupRecord *)self->group, self->state));
     PyObject *result = PyObject_CallFunctionObjArgs(self->acquire, Py_False, NULL);
     CHECK(result != NULL);
     Py_DECREF(result);
@@ -746,9 +751,10 @@ static PyObject *continue_later(PlainCalls *self, const Call *call, QueuedCall *
         mpicomm_postpone_record(record);
         result = mpicomm_drop(PyObject_CallFunctionObjArgs(self->add_first, job, NULL));
     }
-    if (result < 0)
+    if (result < 0) {
+        mpicomm_replace(&record->start, mpicomm_reference(record->called_at)); /* it has begun, so the group breaks */
         fail_turn(self, record);
-    else if (end_turn(self) < 0 || wake(self, job) < 0)
+    } else if (end_turn(self) < 0 || wake(self, job) < 0)
         result = -1;
     Py_DECREF(job);
     if (result < 0)
@@ -898,24 +904,28 @@ static int take_rows(PlainCalls *self, PyObject *rows) {
     return 0;
 }
 
+static void drop_slots(PlainCalls *self) {
+    self->slots = NULL;
+    Py_CLEAR(self->on_wait);
+    Py_CLEAR(self->explain);
+}
+
 static PyObject *use(PyObject *object, PyObject *args) {
     PlainCalls *self = (PlainCalls *)object;
     PyObject *rows;
     if (!PyArg_ParseTuple(args, "O", &rows) || take_rows(self, rows) < 0)
         return NULL;
-    self->above = GENERAL, self->slots = NULL;
-    Py_CLEAR(self->on_wait);
-    Py_CLEAR(self->explain);
+    self->above = GENERAL;
+    drop_slots(self);
     Py_RETURN_NONE;
 }
 
 static PyObject *close_calls(PyObject *object, PyObject *none) {
     PlainCalls *self = (PlainCalls *)object;
     (void)none;
-    self->is_closed = 1, self->slots = NULL, self->comm = 0;
+    self->is_closed = 1, self->comm = 0;
     Py_CLEAR(self->spare);
-    Py_CLEAR(self->on_wait);
-    Py_CLEAR(self->explain);
+    drop_slots(self);
     Py_RETURN_NONE;
 }
 
@@ -932,10 +942,15 @@ static PyObject *use_slots(PyObject *object, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+#define NUM_TAKEN 17 /* members from the executor */
+#define NUM_MEMBERS (NUM_TAKEN + 3)
+#define MEMBERS(SELF) (&((PlainCalls *)(SELF))->group)
+
 static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) {
-    static const char *const names[] = {
+    static const char *const names[NUM_TAKEN] = {
         "group", "executor",   "state",       "jobs",      "acquire", "release",  "queue",     "fail",
-        "run_by_mpi", "run_general", "keep_work", "batch", "make_job", "make_call", "add_first", "wake", "check_barrier",
+        "run_by_mpi", "run_general", "keep_work", "batch", "make_job", "make_call", "add_first", "wake",
+        "check_barrier",
     };
     PyObject *objects;
     unsigned long long whole_bytes, kept_elements;
@@ -949,8 +964,8 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
         return NULL;
     int is_taken = PyArg_ParseTuple(args, "O!iiKKLpp", &PyDict_Type, &objects, &self->rank, &self->size, &whole_bytes,
                                     &kept_elements, &comm, &self->reduces_in_place, &self->has_threads);
-    for (size_t i = 0; i < sizeof names / sizeof *names && is_taken; i++)
-        is_taken = mpicomm_take(objects, names[i], &self->group + i) == 0;
+    for (int i = 0; i < NUM_TAKEN && is_taken; i++)
+        is_taken = mpicomm_take(objects, names[i], MEMBERS(self) + i) == 0;
     if (!is_taken) {
         Py_DECREF(self);
         return NULL;
@@ -959,28 +974,15 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
     return (PyObject *)self; /* all sizes take the general path: the smallest sizes are 0 */
 }
 
-static PyObject **members_of(PyObject *self) { return &((PlainCalls *)self)->group; }
-#define NUM_MEMBERS 20
-
 static int traverse(PyObject *self, visitproc visit, void *arg) {
-    for (int i = 0; i < NUM_MEMBERS; i++)
-        Py_VISIT(members_of(self)[i]);
-    Py_VISIT(Py_TYPE(self));
-    return 0;
+    return mpicomm_traverse(self, MEMBERS(self), NUM_MEMBERS, visit, arg);
 }
 
-static int clear(PyObject *self) {
-    for (int i = 0; i < NUM_MEMBERS; i++)
-        Py_CLEAR(members_of(self)[i]);
-    return 0;
-}
+static int clear(PyObject *self) { return mpicomm_clear(MEMBERS(self), NUM_MEMBERS); }
 
 static void free_calls(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
-    clear(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    mpicomm_free(self, MEMBERS(self), NUM_MEMBERS);
 }
 
 #define METHOD(NAME, DOC) {#NAME, (PyCFunction)(void (*)(void))NAME, METH_FASTCALL, DOC}
@@ -1023,33 +1025,25 @@ int mpicomm_add_plain_calls(PyObject *module) {
 
 /* -- configuration ---------------------------------------------------------------------------------------------- */
 
-static int take_names(void) {
-    static const struct {
-        PyObject **place;
-        const char *text;
-    } names[] = {
-        {&n_async, "asyncOp"},   {&n_reduce_op, "reduceOp"}, {&n_root, "rootRank"},
-        {&n_is_open, "is_open"}, {&n_shape, "shape"},        {&n_queue, "queue"},
-        {&n_call, "call"},       {&n_work, "work"},          {&n_tensors, "tensors"},
-        {&n_operation, "_operation"}, {&n_flushes_denormals, "flushes_denormals"},
-    };
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        CHECK((*names[i].place = mpicomm_name(names[i].text)) != NULL);
-    for (size_t i = 0; i < NUM_METHODS; i++)
-        CHECK((methods[i].recorded_name = mpicomm_name(methods[i].recorded)) != NULL);
-    return 0;
-}
-
 int mpicomm_configure_calls(PyObject *objects, PyObject *options, long long sum_op, long long in_place_address) {
-    CHECK(mpicomm_take(objects, "sum", &sum) == 0);
-    CHECK(mpicomm_take(objects, "average", &average) == 0);
-    CHECK(mpicomm_take(objects, "callbacks", &callbacks) == 0);
-    CHECK(mpicomm_take(objects, "message_threads", &message_threads) == 0);
-    CHECK(mpicomm_take(objects, "early_work", &early_work) == 0);
-    CHECK(mpicomm_take(objects, "note_writes", &note_writes) == 0);
-    CHECK(take_names() == 0);
-    for (size_t i = 0; i < NUM_METHODS; i++)
-        CHECK(mpicomm_take(options, methods[i].name, &methods[i].options) == 0);
+    static const Named taken[] = {
+        {&sum, "sum"},
+        {&average, "average"},
+        {&callbacks, "callbacks"},
+        {&message_threads, "message_threads"},
+        {&early_work, "early_work"},
+        {&note_writes, "note_writes"},
+    };
+    static const Named names[] = {
+        {&n_async, "asyncOp"}, {&n_reduce_op, "reduceOp"}, {&n_root, "rootRank"},         {&n_shape, "shape"},
+        {&n_queue, "queue"},   {&n_call, "call"},          {&n_work, "work"},             {&n_tensors, "tensors"},
+        {&n_operation, "_operation"},                      {&n_flushes_denormals, "flushes_denormals"},
+    };
+    CHECK(TAKE_ALL(objects, taken) == 0 && STORE_NAMES(names) == 0);
+    for (size_t i = 0; i < NUM_METHODS; i++) {
+        const Named name[] = {{&methods[i].recorded_name, methods[i].recorded}};
+        CHECK(STORE_NAMES(name) == 0 && mpicomm_take(options, methods[i].name, &methods[i].options) == 0);
+    }
     static Dtype none = {.kind = INT8, .item = 1};
     none.dtype = Py_None, no_dtype = &none;
     mpi_sum = (Handle)sum_op, in_place = (Handle)in_place_address;

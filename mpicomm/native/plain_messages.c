@@ -6,13 +6,13 @@
 #include "extension.h"
 #include "mpi_functions.h"
 #include "records.h"
+#include "slots.h"
 #include "torch_objects.h"
 
 #include <limits.h>
 #include <pthread.h>
 
-#define BUFFERED_BYTES 4096 /* MPI may copy messages of this size, and completes them at once */
-#define STATUS_WORDS 8      /* of 64 bits: an MPI_Status takes at most 24 bytes in Open MPI and MPICH */
+#define STATUS_WORDS 8 /* of 64 bits: an MPI_Status takes at most 24 bytes in Open MPI and MPICH */
 
 /* -- types ------------------------------------------------------------------------------------------------------ */
 
@@ -21,6 +21,7 @@ typedef struct {
     PyObject *messages, *group, *state, *message_numbers, *in_flight, *unposted, *batch, *reap, *wake, *error_of;
     int size, has_threads;
     long long largest_tag;
+    unsigned long long buffered_bytes; /* MPI may copy messages of this size, and completes them at once */
     Py_ssize_t reap_above;
     Handle comm;
 } PlainMessages;
@@ -37,26 +38,21 @@ typedef struct {
 
 /* A direction of messages. */
 typedef struct {
-    int kind; /* for the cache of call sites, after those of the collectives */
+    int kind; /* for the cache of call sites */
     int is_send;
     PyObject *name;
 } Direction;
 
-static Direction sending = {8, 1, NULL}, receiving = {9, 0, NULL};
+static Direction sending = {BARRIER + 1, 1, NULL}, receiving = {BARRIER + 2, 0, NULL};
 static allocfunc allocate;
 static PyObject *transfer_type, *message_work, *refuse_children;
-static PyObject *n_is_open, *n_poller, *n_is_idle, *n_transfer, *n_messages;
+static PyObject *n_poller, *n_is_idle, *n_transfer, *n_messages;
 
 static int is_child; /* a process that the rank has forked */
 
 static void mark_child(void) { is_child = 1; }
 
 /* -- a transfer -------------------------------------------------------------------------------------------------- */
-
-static int is_broken(const PlainMessages *self) {
-    PyObject *broken = ((GroupRecord *)self->group)->broken;
-    return broken == NULL || !PyUnicode_Check(broken) || PyUnicode_GetLength(broken) > 0;
-}
 
 /* Return the error of a message that MPI has completed, or NULL. */
 static PyObject *find_error(const Transfer *self, int code, const uint64_t *status) {
@@ -271,8 +267,7 @@ static int read_number(PyObject *object, long long last, int *number) {
 static int is_ready(const PlainMessages *self) {
     Py_ssize_t unposted = PyObject_Size(self->unposted);
     CHECK(unposted >= 0);
-    REQUIRE(unposted == 0 && !is_broken(self));
-    return mpicomm_is_true(self->state, n_is_open);
+    return unposted > 0 ? 0 : mpicomm_is_usable((GroupRecord *)self->group, self->state);
 }
 
 static Transfer *create_transfer(PlainMessages *self, const Direction *direction, const Memory *memory,
@@ -349,7 +344,7 @@ static PyObject *start(PlainMessages *self, const Direction *direction, PyObject
         return NULL;
     }
     if (post(self, transfer, memory, to, with_tag) == 0) {
-        int is_short = transfer->is_send && memory->nbytes <= BUFFERED_BYTES;
+        int is_short = transfer->is_send && memory->nbytes <= self->buffered_bytes;
         int result = is_short ? test(transfer) : 0;
         if (result == 0 && transfer->is_done && transfer->error == NULL)
             work = mpicomm_work(mpicomm_completed_work, tensors);
@@ -399,8 +394,8 @@ static PyObject *receive(PyObject *self, PyObject *const *args, Py_ssize_t numbe
 
 /* -- the type of a group's messages ------------------------------------------------------------------------------ */
 
-static PyObject **members_of(PyObject *self) { return &((PlainMessages *)self)->messages; }
 #define NUM_MEMBERS 10
+#define MEMBERS(SELF) (&((PlainMessages *)(SELF))->messages)
 
 static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     static const char *const names[NUM_MEMBERS] = {"messages", "group", "state", "message_numbers", "in_flight",
@@ -411,10 +406,10 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
     PlainMessages *self = (PlainMessages *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL)
         return NULL;
-    int is_taken = PyArg_ParseTuple(args, "O!iLnLp", &PyDict_Type, &objects, &self->size, &self->largest_tag,
-                                    &self->reap_above, &comm, &self->has_threads);
+    int is_taken = PyArg_ParseTuple(args, "O!iLKnLp", &PyDict_Type, &objects, &self->size, &self->largest_tag,
+                                    &self->buffered_bytes, &self->reap_above, &comm, &self->has_threads);
     for (int i = 0; i < NUM_MEMBERS && is_taken; i++)
-        is_taken = mpicomm_take(objects, names[i], members_of((PyObject *)self) + i) == 0;
+        is_taken = mpicomm_take(objects, names[i], MEMBERS(self) + i) == 0;
     if (!is_taken) {
         Py_DECREF(self);
         return NULL;
@@ -424,24 +419,14 @@ static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *keywords) 
 }
 
 static int traverse(PyObject *self, visitproc visit, void *arg) {
-    for (int i = 0; i < NUM_MEMBERS; i++)
-        Py_VISIT(members_of(self)[i]);
-    Py_VISIT(Py_TYPE(self));
-    return 0;
+    return mpicomm_traverse(self, MEMBERS(self), NUM_MEMBERS, visit, arg);
 }
 
-static int clear(PyObject *self) {
-    for (int i = 0; i < NUM_MEMBERS; i++)
-        Py_CLEAR(members_of(self)[i]);
-    return 0;
-}
+static int clear(PyObject *self) { return mpicomm_clear(MEMBERS(self), NUM_MEMBERS); }
 
 static void free_messages(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
-    clear(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    mpicomm_free(self, MEMBERS(self), NUM_MEMBERS);
 }
 
 static PyMethodDef messages_methods[] = {
@@ -473,15 +458,11 @@ int mpicomm_add_plain_messages(PyObject *module) {
 }
 
 int mpicomm_configure_messages(PyObject *objects) {
-    static const struct {
-        PyObject **place;
-        const char *text;
-    } names[] = {
-        {&n_is_open, "is_open"},    {&n_poller, "poller"},      {&n_is_idle, "is_idle"}, {&n_transfer, "_transfer"},
-        {&n_messages, "_messages"}, {&sending.name, "send"},    {&receiving.name, "recv"},
+    static const Named taken[] = {{&message_work, "message_work"}, {&refuse_children, "refuse_children"}};
+    static const Named names[] = {
+        {&n_poller, "poller"},     {&n_is_idle, "is_idle"}, {&n_transfer, "_transfer"}, {&n_messages, "_messages"},
+        {&sending.name, "send"},   {&receiving.name, "recv"},
     };
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        CHECK((*names[i].place = mpicomm_name(names[i].text)) != NULL);
-    CHECK(mpicomm_take(objects, "message_work", &message_work) == 0);
-    return mpicomm_take(objects, "refuse_children", &refuse_children);
+    CHECK(TAKE_ALL(objects, taken) == 0);
+    return STORE_NAMES(names);
 }

@@ -27,21 +27,15 @@ static PyMemberDef group_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-/* Free an object whose fields, from the first to the last, are objects. */
-static void deallocate(PyObject *self, PyObject **first, PyObject **last) {
-    PyTypeObject *type = Py_TYPE(self);
-    for (PyObject **field = first; field <= last; field++)
-        Py_CLEAR(*field);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
+/* The number of the members of a type from `FIRST` on, which are objects. */
+#define NUM_FIELDS(TYPE, FIRST) ((int)((sizeof(TYPE) - offsetof(TYPE, FIRST)) / sizeof(PyObject *)))
 
 static void free_call(PyObject *self) {
-    deallocate(self, &((CallRecord *)self)->code, &((CallRecord *)self)->message);
+    mpicomm_free(self, &((CallRecord *)self)->code, NUM_FIELDS(CallRecord, code));
 }
 
 static void free_group(PyObject *self) {
-    deallocate(self, &((GroupRecord *)self)->sequence, &((GroupRecord *)self)->timeout);
+    mpicomm_free(self, &((GroupRecord *)self)->sequence, NUM_FIELDS(GroupRecord, sequence));
 }
 
 static PyType_Slot call_slots[] = {{Py_tp_members, call_members}, {Py_tp_dealloc, free_call}, {0, NULL}};
@@ -64,7 +58,7 @@ int mpicomm_add_record_types(PyObject *module) {
 /* -- the state of flight_recorder ------------------------------------------------------------------------------- */
 
 static PyObject *operation_type, *get_frame, *find_caller, *note_thread, *numbers, *ring, *latest, *running;
-static PyObject *f_code, *f_lasti, *depths[NUM_KINDS + 1];
+static PyObject *f_code, *f_lasti, *n_is_open, *depths[NUM_KINDS + 1];
 static allocfunc allocate;
 
 static struct {
@@ -76,14 +70,13 @@ static struct {
 static int depth_of_kind[NUM_KINDS];
 
 int mpicomm_configure_recorder(PyObject *objects) {
-    CHECK(mpicomm_take(objects, "operation", &operation_type) == 0);
-    CHECK(mpicomm_take(objects, "get_frame", &get_frame) == 0);
-    CHECK(mpicomm_take(objects, "find_caller", &find_caller) == 0);
-    CHECK(mpicomm_take(objects, "note_thread", &note_thread) == 0);
-    CHECK(mpicomm_take(objects, "numbers", &numbers) == 0);
-    CHECK(mpicomm_take(objects, "ring", &ring) == 0);
-    CHECK(mpicomm_take(objects, "latest", &latest) == 0);
-    CHECK(mpicomm_take(objects, "running", &running) == 0);
+    static const Named taken[] = {
+        {&operation_type, "operation"}, {&get_frame, "get_frame"}, {&find_caller, "find_caller"},
+        {&note_thread, "note_thread"},  {&numbers, "numbers"},     {&ring, "ring"},
+        {&latest, "latest"},            {&running, "running"},
+    };
+    static const Named names[] = {{&f_code, "f_code"}, {&f_lasti, "f_lasti"}, {&n_is_open, "is_open"}};
+    CHECK(TAKE_ALL(objects, taken) == 0 && STORE_NAMES(names) == 0);
     if (!PyType_IsSubtype((PyTypeObject *)operation_type, (PyTypeObject *)call_base) || !PyList_Check(ring) ||
         !PyList_Check(latest) || !PyDict_Check(running)) {
         PyErr_SetString(PyExc_TypeError, "expected the objects of flight_recorder");
@@ -94,8 +87,6 @@ int mpicomm_configure_recorder(PyObject *objects) {
         CHECK((depths[i] = PyLong_FromLong(i)) != NULL);
     for (int i = 0; i < NUM_KINDS; i++)
         depth_of_kind[i] = USUAL_DEPTH;
-    f_code = mpicomm_name("f_code"), f_lasti = mpicomm_name("f_lasti");
-    CHECK(f_code != NULL && f_lasti != NULL);
     return 0;
 }
 
@@ -154,6 +145,14 @@ static int find_site(CallRecord *record, int kind) {
     Py_CLEAR(record->code);
     Py_CLEAR(record->instruction);
     return search_site(record, kind);
+}
+
+/* -- groups ----------------------------------------------------------------------------------------------------- */
+
+int mpicomm_is_usable(const GroupRecord *group, PyObject *state) {
+    if (group->broken == NULL || !PyUnicode_Check(group->broken) || PyUnicode_GetLength(group->broken) > 0)
+        return 0;
+    return mpicomm_is_true(state, n_is_open);
 }
 
 /* -- records ---------------------------------------------------------------------------------------------------- */

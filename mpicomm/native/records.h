@@ -18,6 +18,11 @@ typedef struct {
     PyObject *sequence, *running, *broken, *timeout;
 } GroupRecord;
 
+/* Whether a group is neither broken nor destroyed; -1 with an exception.
+
+   state: its group_state.GroupState */
+int mpicomm_is_usable(const GroupRecord *group, PyObject *state);
+
 /* Add the types to the module. */
 int mpicomm_add_record_types(PyObject *module);
 

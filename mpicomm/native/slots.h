@@ -17,7 +17,9 @@
 typedef enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT8, INT16, INT32, INT64 } Kind; /* as in c_library.py */
 
 /* As in c_library.py. */
-typedef enum { ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER, BARRIER } Operation;
+typedef enum {
+    ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER, BARRIER
+} Operation;
 
 typedef enum { DONE, WAITING, DIFFERENT, UNAVAILABLE } Status; /* as in c_library.py */
 

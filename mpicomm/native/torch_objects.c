@@ -132,19 +132,15 @@ static int take_dtypes(PyObject *rows) {
 }
 
 int mpicomm_configure_torch(PyObject *objects, PyObject *rows) {
-    static const struct {
-        PyObject **place;
-        const char *name;
-    } taken[] = {
+    static const Named taken[] = {
         {&tensor_type, "tensor"},       {&parameter_type, "parameter"},   {&strided, "strided"},
         {&is_contiguous, "is_contiguous"}, {&is_neg, "is_neg"},           {&data_ptr, "data_ptr"},
         {&numel, "numel"},              {&is_profiling, "is_profiling"},  {&active_modes, "active_modes"},
         {&mpicomm_completed_work, "completed_work"},
     };
-    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++)
-        CHECK(mpicomm_take(objects, taken[i].name, taken[i].place) == 0);
-    CHECK((n_dtype = mpicomm_name("dtype")) != NULL && (n_layout = mpicomm_name("layout")) != NULL);
-    CHECK((n_is_cpu = mpicomm_name("is_cpu")) != NULL && (n_tensors = mpicomm_name("tensors")) != NULL);
-    CHECK((n_works = mpicomm_name("works")) != NULL);
+    static const Named names[] = {
+        {&n_dtype, "dtype"}, {&n_layout, "layout"}, {&n_is_cpu, "is_cpu"}, {&n_tensors, "tensors"}, {&n_works, "works"},
+    };
+    CHECK(TAKE_ALL(objects, taken) == 0 && STORE_NAMES(names) == 0);
     return take_dtypes(rows);
 }

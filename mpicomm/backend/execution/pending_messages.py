@@ -31,7 +31,7 @@ from mpicomm.recorder.flight_recorder import Operation
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
-_BUFFERED_BYTES = 2**12  # MPI may copy messages of this size, and completes them at once
+BUFFERED_BYTES = 2**12  # MPI may copy messages of this size, and completes them at once
 REAP_ABOVE = 32
 """The number of messages in flight above which the group looks for completed ones."""
 
@@ -76,7 +76,7 @@ class PendingMessages:
             post = functools.partial(mpi_calls.send, self._comm, dense, dst, tag)
             return self._post_later("send", transfer, ready, post)
         request = mpi_calls.send(self._comm, dense, dst, tag)
-        if tensor.nbytes > _BUFFERED_BYTES or torch_internals.is_profiling() or not request.Test():
+        if tensor.nbytes > BUFFERED_BYTES or torch_internals.is_profiling() or not request.Test():
             return self._track("send", Transfer(request, tensor, dense, operation, self))
         operation.finish()
         return CompletedWork.of([tensor])
