@@ -14,7 +14,7 @@
 #include "slots.h"
 
 /* The loader selects the variant that the processor supports. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=haswell", "default")))
 #else
 #define FOR_EACH_PROCESSOR

@@ -382,6 +382,41 @@ MUTANTS = [
     ),
     Mutant(
         "slots.c",
+        old="while (atomic_load_explicit(flag, memory_order_acquire) != group->number)",
+        new="while (atomic_load_explicit(flag, memory_order_relaxed) != group->number)",
+        fault="On some processors a rank reads a slot before its contribution is in it.",
+        tests="tests/unit/test_slot_order.py -k accesses_a_slot",
+    ),
+    Mutant(
+        "slots.c",
+        old="atomic_store_explicit(&line->arrived, group->number, memory_order_release)",
+        new="atomic_store_explicit(&line->arrived, group->number, memory_order_relaxed)",
+        fault="On some processors a rank publishes its contribution before it is in the slot.",
+        tests="tests/unit/test_slot_order.py -k accesses_a_slot",
+    ),
+    Mutant(
+        "slots.c",
+        old="->reduced, group->number, memory_order_release)",
+        new="->reduced, group->number, memory_order_relaxed)",
+        fault="On some processors a rank copies a part before another rank has reduced it.",
+        tests="tests/unit/test_slot_order.py -k accesses_a_slot",
+    ),
+    Mutant(
+        "slots.c",
+        old="->arrived, memory_order_acquire) != group->number)\n            return 0;",
+        new="->arrived, memory_order_relaxed) != group->number)\n            return 0;",
+        fault="On some processors an asynchronous call reads a slot before its contribution is in it.",
+        tests="tests/unit/test_slot_order.py -k accesses_a_slot",
+    ),
+    Mutant(
+        "slots.c",
+        old="    return group->slots + ((group->number % 2) * (size_t)",
+        new="    return group->slots + ((group->number % 1) * (size_t)",
+        fault="A rank overwrites its slot while another one reads it.",
+        tests="tests/unit/test_slot_order.py -k accesses_a_slot",
+    ),
+    Mutant(
+        "slots.c",
         old="group->operation == BARRIER && group->has_waited",
         new="0",
         fault="A rank that waits in a barrier uses a core all the time.",
@@ -432,6 +467,15 @@ MUTANTS = [
         new="reductions.reduction_for(getattr(dist.ReduceOp, name), dtype, 1, 'all_reduce')",
         fault="An average by MPI is the sum.",
         tests="tests/mpi/test_plain_calls.py -k 'AVG and MPI'",
+        ranks=2,
+    ),
+    # -- bench/compared_backends.py -------------------------------------------------------------------------
+    Mutant(
+        "_without_communication",
+        old="operation.method == 'allgather'",
+        new="False",
+        fault="`mpicomm bench ddp` fails: a model cannot be compared with those of the other ranks.",
+        tests="tests/bench/test_training.py",
         ranks=2,
     ),
     # -- native/records.c -----------------------------------------------------------------------------------
