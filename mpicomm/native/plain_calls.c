@@ -812,11 +812,12 @@ static PyObject *start_later(PlainCalls *self, const Call *call, Prepare prepare
 static PyObject *start(PlainCalls *self, Call *call, Prepare prepare, PyObject *const *args, PyObject *results) {
     PyObject *work = NULL;
     int is_async = mpicomm_is_true(args[call->method->arguments], n_async), has_turn = 0;
+    Py_ssize_t jobs = is_async < 0 ? -1 : PyObject_Size(self->jobs);
     int is_eager = is_async > 0 && self->has_threads && call->uses_slots && self->slots != NULL &&
                    is_small(self, call, EAGER_BYTES);
-    if (is_async < 0)
+    if (jobs < 0)
         return NULL;
-    if ((is_async && !is_eager) || PyObject_Size(self->jobs) > 0) /* without threads, the queue raises an error */
+    if ((is_async && !is_eager) || jobs > 0) /* without threads, the queue raises an error */
         return start_later(self, call, prepare, args, results);
     CallRecord *record = create_record(self, call, args); /* before the turn: no code in Python follows */
     if (record != NULL && call->method->operation == BARRIER) {

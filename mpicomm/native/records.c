@@ -237,7 +237,8 @@ static void stop(CallRecord *record) {
     GroupRecord *group = (GroupRecord *)record->group;
     if (group->running == (PyObject *)record)
         Py_CLEAR(group->running);
-    else if (record->start != NULL && record->start != Py_None && PyDict_DelItem(running, record->number) < 0)
+    else if (record->start != NULL && record->start != Py_None && record->number != NULL &&
+             PyDict_DelItem(running, record->number) < 0)
         PyErr_Clear(); /* the world has ended meanwhile, or a wait timed out */
 }
 

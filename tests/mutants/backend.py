@@ -1036,6 +1036,13 @@ for work in self._watched:
     ),
     Mutant(
         "records.c",
+        old="record->start != Py_None && record->number != NULL &&",
+        new="record->start != Py_None &&",
+        fault="A call that fails for lack of memory ends the process.",
+        tests="tests/launch/test_injected_errors.py",
+    ),
+    Mutant(
+        "records.c",
         old=" || PyUnicode_GetLength(group->broken) > 0)",
         new=")",
         fault="A rank sends a message on a broken group.",
