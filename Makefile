@@ -109,6 +109,9 @@ test-gpu: $(ENVS) ## run GPU tests, random operations and examples, whose ranks 
 	$(openmpi) $(limited) mpirun -n 2 python -m benchmarks.gpu_throughput
 	$(mpich) $(limited) mpirun -n 2 python -m benchmarks.gpu_throughput
 
+test-aarch64: .venv-mpich/.ready ## compile the extension module for aarch64, and run its tests in qemu (Debian 12, root)
+	$(mpich) $(limited) tests/aarch64.sh
+
 compat_suite = $(limited) $(PYTHON) -m tests.compat $(if $(WRITE),--write) $(if $(REMOVE),--remove)
 
 compat: ## run the compatibility suite with other versions: TORCH=2.10.0 MPI=mpich MPI4PY=4.1.0 NUMPY=1.26.4
