@@ -31,7 +31,7 @@ limited := timeout --foreground -k 10 $(LIMIT)
 # One OpenMP thread per rank: N ranks with one thread per core each would oversubscribe the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-emulated test-emulated-full test-gpu compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants generated-mutants lint docs dist clean
+.PHONY: help env check check-unit check-4 demo test test-full test-alone test-alone-mpich test-cluster test-emulated test-emulated-full test-gpu test-aarch64 compat compat-system many-ranks cluster-up cluster-down conformance pytorch-files integrations limits mutants generated-mutants lint docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9%-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | sed 's/%/N/' | expand -t 20
@@ -60,7 +60,7 @@ test-full: $(ENVS) ## run all scenarios with both MPIs, other numbers of ranks, 
 		"make test-1" "make test-2" "make test-3" "make test-4" "make features-4" \
 		"make test-cluster SCENARIOS=all" "make conformance-4" "make conformance-mpich-4" \
 		"make test-emulated-full" "make conformance-accelerator-2" "make conformance-accelerator-4" \
-		"make compat TORCH=oldest MPI=mpich REMOVE=1" "make limits" "make many-ranks"
+		"make compat TORCH=oldest MPI=mpich REMOVE=1" "make limits" "make many-ranks" "make test-aarch64"
 
 # Tests that start jobs are scenarios; tests/scenarios.json has the chosen ones.
 SCENARIOS ?= chosen
