@@ -115,11 +115,6 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 """Return whether a profiler is active."""
 
 
-def reduce_ops() -> list[dist.ReduceOp.RedOpType]:
-    """Return the members of the enumeration of reductions; each member is an index into this list."""
-    return [_OPS[name] for name in _OP_NAMES]
-
-
 def reduce_op_name(op: Any) -> str:
     """Return the name of a `ReduceOp`, which may be a member of the enumeration or an object that wraps one."""
     return _OP_NAMES[getattr(op, "op", op)]  # pybind finds a member's name by a linear search
