@@ -182,9 +182,7 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_checked_backward: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-
-
+@functools.cache  # there is one autograd engine
 def check_backward(checked: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     """Run every backward pass in a context, which may raise another error than that of the pass.
 
@@ -193,21 +191,17 @@ def check_backward(checked: Callable[[], contextlib.AbstractContextManager[None]
     Args:
         checked: Returns the context. The thread that calls the pass enters it.
     """
-    global _checked_backward  # noqa: PLW0603  there is one autograd engine
-    if _checked_backward is None:
-        run = torch.autograd.graph._engine_run_backward
+    run = torch.autograd.graph._engine_run_backward
 
-        @functools.wraps(run)
-        def run_and_check(*args: Any, **kwargs: Any) -> Any:
-            assert _checked_backward is not None
-            if is_in_backward():  # of a reentrant checkpoint, for example: the outer pass is checked
-                return run(*args, **kwargs)
-            with _checked_backward():
-                return run(*args, **kwargs)
+    @functools.wraps(run)
+    def run_and_check(*args: Any, **kwargs: Any) -> Any:
+        if is_in_backward():  # of a reentrant checkpoint, for example: the outer pass is checked
+            return run(*args, **kwargs)
+        with checked():
+            return run(*args, **kwargs)
 
-        torch.autograd._engine_run_backward = run_and_check
-        torch.autograd.graph._engine_run_backward = run_and_check
-    _checked_backward = checked
+    torch.autograd._engine_run_backward = run_and_check
+    torch.autograd.graph._engine_run_backward = run_and_check
 
 
 def reserve_sequence_number() -> int:
