@@ -98,9 +98,8 @@ class Executor:
         self._state.check_open()
         call = collective.prepared(self.transport)
         if torch_internals.is_profiling():
-            call = _spanned(
-                call, torch_internals.start_event(f"{self.backend_name}:{collective.name}", collective.inputs)
-            )
+            title = f"{self.backend_name}:{collective.name}"
+            call = _spanned(call, torch_internals.start_event(title, collective.inputs))
         dtype = collective.compared[0].dtype
         signature = collective.signature if self._compares_calls else ""
         results = list(collective.results)
