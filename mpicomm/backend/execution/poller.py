@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from mpicomm.backend.execution import future_callbacks
+from mpicomm.backend.execution.message_work import MessageWork
 from mpicomm.backend.gpu.thread_device import ThreadDevice
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two rounds of the poller
@@ -15,16 +15,6 @@ _MAX_POLLING_SHARE = 0.05  # of a core: the poller pauses in proportion to the t
 # seconds: a round is also long if its thread was suspended or waited for the GIL, and `stop` waits for the pause
 _LONGEST_PROPORTIONAL_PAUSE = 0.25
 _QUIET_SECONDS = 0.1  # without messages, before the poller sleeps until the next one; waking it costs the caller time
-
-
-class WatchedMessage(Protocol):
-    """A message with a future that somebody has asked for."""
-
-    def is_completed(self) -> bool:
-        """Return whether the message has completed; each call progresses it."""
-
-    def complete_future(self) -> None:
-        """Complete the future; its callbacks run on the calling thread."""
 
 
 class Poller:
@@ -41,14 +31,14 @@ class Poller:
         """
         self._advance = advance
         self._changed = threading.Condition()
-        self._watched: list[WatchedMessage] = []
+        self._watched: list[MessageWork] = []  # those with a future that somebody has asked for
         self._stopping = False
         self.is_idle = False
         self._gpu = ThreadDevice()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def watch(self, work: WatchedMessage) -> None:
+    def watch(self, work: MessageWork) -> None:
         """Complete the future of `work` when its message has completed."""
         self._gpu.note()
         with self._changed:
