@@ -11,7 +11,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -29,15 +28,8 @@ _WAKE_SOON_NS = 200_000
 _START_SECONDS = 1e-3  # the longest time that `submit` waits for the worker's thread to start a long job
 
 
-class Finishable(Protocol):
-    """An entry of the queue: an operation's work, or a callback."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the call has begun, and must not run again."""
-
-    def finish(self, error: BaseException | None) -> None:
-        """Complete the entry, after its call has returned or raised `error`; a second call completes the rest."""
+Finishable = QueuedWork | FutureCallback
+"""An entry of the queue: an operation's work, or a callback. `finish` completes it after its call has ended."""
 
 
 @dataclasses.dataclass(eq=False)
