@@ -580,8 +580,8 @@ MUTANTS = [
     ),
     Mutant(
         "future_callbacks.all_of",
-        old="torch.futures.collect_all(list(futures)).then(lambda _: [future.value() for future in futures])",
-        new="torch.futures.collect_all(list(futures))",
+        old="return last.then(lambda _: [future.value() for future in futures])",
+        new="return last.then(lambda _: [future.value() for future in futures]) if are_in_order else last",
         fault="A future of several messages succeeds although one has failed.",
         tests="tests/unit/test_failed_futures.py",
         ranks=0,

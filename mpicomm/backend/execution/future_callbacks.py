@@ -141,11 +141,10 @@ def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future
     """
     if len(futures) == 1:
         return futures[0]
-    if futures and all(isinstance(future, OrderedFuture) for future in futures):
-        return futures[-1].then(
-            lambda _: [future.value() for future in futures]
-        )  # the queue completes futures in order
-    return torch.futures.collect_all(list(futures)).then(lambda _: [future.value() for future in futures])
+    are_in_order = futures and all(isinstance(future, OrderedFuture) for future in futures)
+    # The queue completes futures in order.
+    last = futures[-1] if are_in_order else torch.futures.collect_all(list(futures))
+    return last.then(lambda _: [future.value() for future in futures])
 
 
 @contextlib.contextmanager
