@@ -276,7 +276,7 @@ class Executor:
             return
         if worker.is_running_here:
             worker.run_until(future.done)
-        elif (outer := future_callbacks.current_callback()) is not None:
+        elif (outer := future_callbacks.this_thread.callback) is not None:
             worker.wait_until_next(outer)
         if future_callbacks.is_inside_callback() and future.done():
             run()
@@ -393,7 +393,7 @@ class Executor:
 
     def _runs_here(self, is_async: bool) -> bool:
         thread, worker = future_callbacks.this_thread, self._worker
-        if thread.runs_messages:
+        if future_callbacks.message_threads:
             future_callbacks.refuse_in_messages()
         if thread.runs_queue and worker is not None and worker.is_running_here:
             return True  # a callback: queueing an operation and waiting for it would deadlock

@@ -37,9 +37,6 @@ class _Thread(threading.local):
     callback: FutureCallback | None = None
     """The callback that is running on it."""
 
-    runs_messages = False
-    """Whether it runs callbacks of messages."""
-
     runs_queue = False
     """Whether it runs a group's queue: calls on it then come from callbacks, not from the program."""
 
@@ -150,7 +147,6 @@ def all_of(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future
 @contextlib.contextmanager
 def running_message_callbacks() -> Iterator[None]:
     """Mark this thread as running callbacks of messages and no others; messages complete in any order."""
-    this_thread.runs_messages = True
     message_threads.append(threading.get_ident())
     try:
         yield
@@ -164,7 +160,7 @@ def refuse_in_messages() -> None:
     Raises:
         MpicommError: If it does: the order of the group's collectives would differ between ranks.
     """
-    if this_thread.runs_messages:
+    if threading.get_ident() in message_threads:
         raise MpicommError(
             "a callback of a message (isend or irecv) called a collective operation, "
             "whose order would differ between ranks.\n"
@@ -174,12 +170,7 @@ def refuse_in_messages() -> None:
 
 def is_inside_callback() -> bool:
     """Return whether this thread is running a callback of a group's operation, or is a group's worker."""
-    return current_callback() is not None or this_thread.runs_queue
-
-
-def current_callback() -> FutureCallback | None:
-    """Return the callback that is running on this thread, or None."""
-    return this_thread.callback
+    return this_thread.callback is not None or this_thread.runs_queue
 
 
 def register_callback(queue: Any, run: Callable[[], None]) -> tuple[FutureCallback, list[FutureCallback]]:
