@@ -234,14 +234,7 @@ class CollectiveOperation:
             return _sparse_all_reduce(call, pairs[0][0][0])
         results = [tensor for outputs, _ in pairs for tensor in outputs]
         inputs = results if self.source is Side.NONE else [tensor for _, sources in pairs for tensor in sources]
-        if self.reduces:
-            call_reductions = [call.reduction((outputs or sources)[0].dtype) for outputs, sources in pairs]
-            steps = [
-                call.step(*pair, reduction=reduction) for pair, reduction in zip(pairs, call_reductions, strict=True)
-            ]
-            call.signature_suffix = call_reductions[0].name
-        else:
-            steps = [call.step(*pair) for pair in pairs]
+        steps = [call.step(*pair) for pair in pairs]
         compared = results if self.compares_outputs else inputs
         return Collective(
             self.name, steps, results, inputs, compared, call.root, call.signature_suffix, call.sizes_may_differ
@@ -304,10 +297,13 @@ class _CallInProgress:
             self.opts.reduceOp, dtype, self.size, self.public_name, is_sparse=self.is_sparse
         )
 
-    def step(self, outputs: Tensors, sources: Tensors, **settings: Any) -> CollectiveStep:
+    def step(self, outputs: Tensors, sources: Tensors) -> CollectiveStep:
         """Return the step of the call on one pair of outputs and inputs."""
         row = self.row
-        settings |= self.counts | ({} if self.root is None else {"root": self.root})
+        settings: dict[str, Any] = {**self.counts, **({} if self.root is None else {"root": self.root})}
+        if row.reduces:
+            reduction = self.reduction((outputs or sources)[0].dtype)
+            settings["reduction"], self.signature_suffix = reduction, reduction.name
         run = functools.partial(row.algorithm, self.dense, **settings)
         if row.source is Side.NONE:
             of_root, of_others = (_IN_PLACE, _READ) if row.reduces else (_READ, _WRITTEN)  # otherwise a broadcast
