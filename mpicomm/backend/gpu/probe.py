@@ -26,7 +26,7 @@ from mpicomm.devices import accelerator, vendors
 from mpicomm.settings import Settings
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Datatype, Intracomm
+    from mpi4py.MPI import Intracomm
 
 _KINDS = "mpi_memory_alloc_kinds"  # MPI-4.1, section 11.4.3
 _COUNTS = (1, 2**8, 2**18)  # elements: MPI libraries use different protocols for different sizes
@@ -142,19 +142,20 @@ def _passes(
 
 def _all_reduce(comm: Intracomm, device: torch.device, count: int) -> bool:
     tensor = _of_rank(comm.rank, count, device)
-    mpi_calls.all_reduce(comm, tensor, _float(), mpi.api().SUM)
+    mpi_calls.all_reduce(comm, tensor, mpi.api().FLOAT, mpi.api().SUM)
     return torch.equal(tensor, _of_rank(sum(range(comm.size)), count, device))
 
 
 def _reduce(comm: Intracomm, device: torch.device, count: int) -> bool:
     tensor = _of_rank(comm.rank, count, device)
-    mpi_calls.reduce(comm, tensor, _float(), mpi.api().MAX, 0)
+    mpi_calls.reduce(comm, tensor, mpi.api().FLOAT, mpi.api().MAX, 0)
     return comm.rank != 0 or torch.equal(tensor, _of_rank(comm.size - 1, count, device))
 
 
 def _reduce_scatter(comm: Intracomm, device: torch.device, count: int, *, gives_counts: bool = False) -> bool:
-    result, counts = _of_rank(-1, count, device), [count] * comm.size if gives_counts else None
-    mpi_calls.reduce_scatter(comm, _of_rank(1, count * comm.size, device), counts, result, _float(), mpi.api().SUM)
+    result, source = _of_rank(-1, count, device), _of_rank(1, count * comm.size, device)
+    counts = [count] * comm.size if gives_counts else None
+    mpi_calls.reduce_scatter(comm, source, counts, result, mpi.api().FLOAT, mpi.api().SUM)
     return torch.equal(result, _of_rank(comm.size, count, device))
 
 
@@ -216,10 +217,6 @@ _TESTS: dict[str, Callable[[Intracomm, torch.device, int], bool]] = {
     "uneven all_to_all": functools.partial(_all_to_all, gives_counts=True),
 }
 _OF_EACH = {name for name in _TESTS if any(word in name for word in ("scatter", "gather", "to_all"))}
-
-
-def _float() -> Datatype:
-    return mpi.api().FLOAT
 
 
 def _of_rank(rank: int, count: int, device: torch.device) -> torch.Tensor:
