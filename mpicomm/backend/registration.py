@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 NAME = "mpicomm"
 
 _TORCH = "torch.distributed"
-_is_registered = False
 _names: list[str] = []
 """The registered names."""
 
@@ -34,15 +33,13 @@ def register() -> None:
 
     From torch 2.14 on, this also registers the name `mpi`, if torch itself was built without MPI.
     """
-    global _is_registered  # noqa: PLW0603  torch's table of backends is global to the process, and so is this flag
     # This may run during torch's own import: use nothing but its distributed package and torch.accelerator here.
     import torch.distributed as dist
 
-    if _is_registered or not dist.is_available():
+    if NAME in _names or not dist.is_available():
         return
-    _is_registered = True
     _register(NAME, _create_mpi)
-    if _name_mpi_is_free():
+    if torch_compatibility.torch_version() >= (2, 14) and not dist.is_mpi_available():
         _register("mpi", _create_mpi)
     for vendor in vendor_backends.known():
         register_beside(vendor)
@@ -94,13 +91,6 @@ def _set_device_types(device_type: str | None) -> None:
 
     for name in _names:
         dist.Backend.backend_capability[name] = ["cpu"] if device_type is None else ["cpu", device_type]
-
-
-def _name_mpi_is_free() -> bool:
-    """Return whether torch looks up a registered backend named `mpi`: from 2.14 on, if built without MPI."""
-    import torch.distributed as dist
-
-    return torch_compatibility.torch_version() >= (2, 14) and not dist.is_mpi_available()
 
 
 def register_on_import_of_torch() -> None:

@@ -176,7 +176,6 @@ def test_the_device_types_of_a_build(
     """They are listed during the import of torch, when it is too early to call the driver."""
     simulate(monkeypatch, built_for)
     monkeypatch.setattr(torch.accelerator, "is_available", None)
-    monkeypatch.setattr(registration, "_is_registered", False)
     monkeypatch.setattr(registration, "_names", [])
     registration.register()
     assert dist.Backend.backend_capability["mpicomm"] == device_types
