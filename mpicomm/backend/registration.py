@@ -59,7 +59,13 @@ def register_beside(vendor: str) -> str:
     name = f"{NAME}_{backend}"
 
     def create(options: Any, backend_options: Any) -> CompositeProcessGroup:
-        return _create_beside(name, device_type, backend, options, backend_options)
+        from mpicomm.backend import groups  # late, as in the function `create` of this module
+        from mpicomm.backend.composite import CompositeProcessGroup
+
+        with torch_compatibility.blame_untested_torch():
+            executor = groups.make_for_torch(options, takes_gpu_tensors=CompositeProcessGroup.takes_gpu_tensors)
+            update_device_types()
+            return CompositeProcessGroup.create(executor, options, name, device_type, backend, backend_options)
 
     if name not in _names:
         _register(name, create)
@@ -147,16 +153,3 @@ def create(options: Any, backend_name: str) -> MPIProcessGroup:
 
 def _create_mpi(options: Any, _backend_options: Any) -> MPIProcessGroup:
     return create(options, NAME)
-
-
-def _create_beside(
-    name: str, device_type: str, backend: str, options: Any, backend_options: Any
-) -> CompositeProcessGroup:
-    """Create a process group over MPI that passes GPU tensors to the vendor's library (collective over its ranks)."""
-    from mpicomm.backend import groups
-    from mpicomm.backend.composite import CompositeProcessGroup
-
-    with torch_compatibility.blame_untested_torch():
-        executor = groups.make_for_torch(options, takes_gpu_tensors=CompositeProcessGroup.takes_gpu_tensors)
-        update_device_types()
-        return CompositeProcessGroup.create(executor, options, name, device_type, backend, backend_options)

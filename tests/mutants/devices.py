@@ -333,7 +333,7 @@ MUTANTS = [
         tests=f"{_JOBS} -k the_backend_of_its_vendor",
     ),
     Mutant(
-        "_create_beside",
+        "register_beside",
         old="CompositeProcessGroup.takes_gpu_tensors",
         new="True",
         fault="init_process_group('mpicomm_nccl') enables MPI's support for GPUs beside NCCL, which can deadlock.",
