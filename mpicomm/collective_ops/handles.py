@@ -8,7 +8,6 @@ previous step where the group uses this backend: their position among the operat
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import threading
 import warnings
@@ -186,23 +185,17 @@ class Handle(Generic[T_co]):
         if not self._in_order:
             self._step(step)
 
-    @contextlib.contextmanager
-    def _as_in_the_call(self) -> Iterator[None]:
-        """Restore the caller's grad mode, stream and autograd sequence number while a step runs."""
-        with (
-            torch.set_grad_enabled(self._has_grad),
-            accelerator.on_stream(self._stream),
-            autograd.at_number(self._sequence_number),
-        ):
-            yield
-
     def _step(self, step: int) -> None:
         """Run the next step after `step` steps, unless another thread has run it already."""
         with self._lock:
             if self._state[0] != step or self._ended.is_set():
                 return
             try:
-                with self._as_in_the_call():
+                with (  # as in the call of the operation
+                    torch.set_grad_enabled(self._has_grad),
+                    accelerator.on_stream(self._stream),
+                    autograd.at_number(self._sequence_number),
+                ):
                     works = [work for work in next(self._steps) if work is not None]
             except StopIteration as end:
                 self._complete(end.value, None)

@@ -183,9 +183,9 @@ MUTANTS = [
     ),
     # -- collectives API ------------------------------------------------------------------------------------
     _on_the_device(
-        "Handle._as_in_the_call",
+        "Handle._step",
         "accelerator.on_stream(self._stream)",
-        "contextlib.nullcontext()",
+        "accelerator.on_stream(None)",
         "Later steps of an operation run on another stream than the first.",
     ),
     _on_the_device(

@@ -379,7 +379,7 @@ return made
         ranks=4,
     ),
     Mutant(
-        "Handle._as_in_the_call",
+        "Handle._step",
         old="torch.set_grad_enabled(self._has_grad)",
         new="torch.enable_grad()",
         fault="Background steps ignore that the operation was called under torch.no_grad().",
