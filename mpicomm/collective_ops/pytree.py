@@ -89,20 +89,15 @@ class Data(NamedTuple):
     def of(cls, structure: Structure, kinds: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> Data:
         """Return data with a description of its tensors."""
         has_grad_mode = torch.is_grad_enabled()
-        is_on_host = all([tensor.is_cpu for tensor in tensors])  # noqa: C419  a list is made faster than a generator
         description = Description(
             structure,
             kinds,
             dtypes=tuple([tensor.dtype for tensor in tensors]),
             shapes=tuple([tensor.shape for tensor in tensors]),
-            devices=(HOST,) * len(tensors) if is_on_host else tuple([_kind_of_device(tensor) for tensor in tensors]),
+            devices=tuple([HOST if tensor.is_cpu else GPU for tensor in tensors]),
             gradients=tuple([has_grad_mode and tensor.requires_grad for tensor in tensors]),
         )
         return cls(description, tensors)
-
-
-def _kind_of_device(tensor: torch.Tensor) -> str:
-    return HOST if tensor.is_cpu else GPU
 
 
 def take(data: Any, operation: str, *, is_output: bool = False) -> Data:
@@ -193,7 +188,7 @@ def _are_plain_tensors(leaves: list[Any]) -> bool:
     return (
         _PLAIN_TENSORS.issuperset(map(type, leaves))
         and {tensor.layout for tensor in leaves} <= {torch.strided}
-        and not any([tensor.is_quantized or tensor.is_nested for tensor in leaves])  # noqa: C419  as above
+        and not any([tensor.is_quantized or tensor.is_nested for tensor in leaves])  # noqa: C419  faster
     )
 
 
