@@ -36,7 +36,7 @@ from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.collective_ops import data_movement, pytree, reducing
 from mpicomm.collective_ops.group_argument import GroupArgument, resolve
 from mpicomm.collective_ops.handles import Handle, start
-from mpicomm.collective_ops.point_to_point import check_one_each
+from mpicomm.collective_ops.point_to_point import take_each
 from mpicomm.collective_ops.pytree import Data
 from mpicomm.collective_ops.reducing import Op
 
@@ -485,10 +485,6 @@ def _gather(members: GroupArgument, take: Callable[[], Data], dst: int | None, a
 def _all_to_all(
     members: GroupArgument, items: Any, take: Callable[[Any, str], Data], async_op: bool, operation: str
 ) -> Any:
-    def to_send() -> list[Data]:
-        check_one_each(items, members, operation)
-        return [take(item, operation) for item in items]
-
-    own_data = pytree.or_error(to_send)
+    own_data = pytree.or_error(partial(take_each, items, members, operation, take))
     tensors = None if isinstance(own_data, Exception) else [tensor for item in own_data for tensor in item.tensors]
     return start(partial(data_movement.all_to_all, members, own_data), operation, members, async_op, tensors)

@@ -298,21 +298,19 @@ def _start(steps: Callable[[], Steps], operation: str, members: GroupArgument, a
 
 
 def _scatter(members: GroupArgument, items: Any, src: int, async_op: bool, operation: str, take: Any) -> Any:
-    def to_send() -> list[Data]:
-        check_one_each(items, members, operation)
-        with torch.no_grad():  # scatter is not differentiable: no rank would receive the gradients
-            return [take(item, operation) for item in items]
-
-    to_scatter = pytree.or_error(to_send) if members.rank == src else None
+    with torch.no_grad():  # scatter is not differentiable: no rank would receive the gradients
+        to_send = partial(take_each, items, members, operation, take)
+        to_scatter = pytree.or_error(to_send) if members.rank == src else None
     return start(partial(_scattered, members, to_scatter, operation, src), operation, members, async_op, None)
 
 
-def check_one_each(items: Any, members: GroupArgument, operation: str) -> None:
-    """Check that `items` is a list or tuple of one item for each rank.
+def take_each(items: Any, members: GroupArgument, operation: str, take: Callable[[Any, str], Data]) -> list[Data]:
+    """Return the data of a list or tuple of one item for each rank, each taken by `take`.
 
     Raises:
         TypeError: If `items` is not a list or tuple.
         ValueError: If the number of items is not the number of ranks.
+        Exception: Any error of `take`.
     """
     _ITEMS.check(items, "items", operation)
     if len(items) != members.size:
@@ -320,6 +318,7 @@ def check_one_each(items: Any, members: GroupArgument, operation: str) -> None:
             f"{operation}: items must have one item for each of the group's {members.size} ranks, got {len(items)}.\n"
             f"{_ITEMS.remedy}"
         )
+    return [take(item, operation) for item in items]
 
 
 def _scattered(
