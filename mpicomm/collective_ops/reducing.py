@@ -89,9 +89,9 @@ def _widened(number: torch.Tensor, op: Op, members: GroupArgument) -> tuple[str,
     if op.name == "AVG":
         return NUMBER, number.to(torch.float64)
     value = int(number)
-    return (
-        (TERM, pytree.term(value)) if op.name == "SUM" else (FACTOR, pytree.factor(value, members.rank, members.size))
-    )
+    if op.name == "SUM":
+        return TERM, pytree.term(value)
+    return FACTOR, pytree.factor(value, members.rank, members.size)
 
 
 def reduce_on_all_ranks(members: GroupArgument, data: Data | Exception, op: Op, inplace: bool, mode: Mode) -> Steps:
@@ -161,10 +161,9 @@ class _Bundle:
 
 
 def _bundles(data: Data, *, inplace: bool) -> list[_Bundle]:
-    groups = _by_dtype(data)
-    if len(groups) == 1:
-        return [_Bundle(groups[0], _bundled(data.tensors, inplace))]
-    return [_Bundle(indices, _bundled([data.tensors[index] for index in indices], inplace)) for indices in groups]
+    return [
+        _Bundle(indices, _bundled([data.tensors[index] for index in indices], inplace)) for indices in _by_dtype(data)
+    ]
 
 
 def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
