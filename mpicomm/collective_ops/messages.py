@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mpicomm import arguments, mpi
 from mpicomm.arguments import Expected
-from mpicomm.backend.transfer import mpi_calls
+from mpicomm.backend.transfer import dtypes, mpi_calls
 from mpicomm.collective_ops import autograd, pytree, wire_format
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.handles import Steps, Works, run
@@ -154,7 +154,7 @@ def _check_fits(out: Data, description: Description) -> None:
 
 
 def _shown(leaves: Sequence[tuple[torch.dtype, Sequence[int]]]) -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in leaves)
+    return ", ".join(f"{dtypes.short(dtype)}{list(shape)}" for dtype, shape in leaves)
 
 
 # -- tags --------------------------------------------------------------------------------------------------------------
