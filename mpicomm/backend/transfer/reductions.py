@@ -86,14 +86,9 @@ class Reduction:
         return self.wide is None and self.factor is None and self.divisor == 1 and self.keys is None
 
     def pieces(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the tensor in pieces to reduce one by one: a wide copy of the whole tensor would take more memory."""
-        if not self.is_cut(tensor):
-            return (tensor,)
-        return tensor.detach().view(-1).split(_PIECE)
-
-    def is_cut(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is reduced in pieces, for which it must be dense."""
-        return (self.wide is not None or self.keys is not None) and tensor.numel() > _PIECE
+        """Return a dense tensor in pieces to reduce one by one: a wide copy of all of it would take more memory."""
+        is_converted = self.wide is not None or self.keys is not None
+        return tensor.detach().view(-1).split(_PIECE) if is_converted and tensor.numel() > _PIECE else (tensor,)
 
     def load(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
         """Return dense memory with this rank's contribution: the tensor's own memory where possible.
