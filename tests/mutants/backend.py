@@ -765,8 +765,8 @@ MUTANTS = [
     ),
     Mutant(
         "DenseCollectives.all_gather_list",
-        old='self._algorithms.select("all_gather", nbytes) if is_even else Algorithm.MPI',
-        new='self._algorithms.select("all_gather", nbytes)',
+        old='self._algorithms.select("all_gather", source.nbytes * self.size) if is_even else Algorithm.MPI',
+        new='self._algorithms.select("all_gather", source.nbytes * self.size)',
         fault="Ranks whose tensors differ in size select the algorithm of all_gather by their own tensor.",
         tests="tests/mpi/test_collectives.py -k test_all_gather_of_uneven_sizes",
         ranks=4,

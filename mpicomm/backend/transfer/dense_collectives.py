@@ -125,14 +125,14 @@ class DenseCollectives:
 
     def all_gather_list(self, outputs: Tensors, source: torch.Tensor) -> None:
         """Gather rank r's source into `outputs[r]`; sizes may differ between ranks."""
-        is_even, nbytes = self._is_even(outputs), source.nbytes * self.size
-        algorithm = self._algorithms.select("all_gather", nbytes) if is_even else Algorithm.MPI
+        nbytes = outputs[0].nbytes
+        is_even = all([tensor.nbytes == nbytes for tensor in outputs])  # noqa: C419  faster
+        algorithm = self._algorithms.select("all_gather", source.nbytes * self.size) if is_even else Algorithm.MPI
         if algorithm is Algorithm.SLOTS and self._slots.all_gather_list(
             outputs, self._without_overlap(source, *outputs)
         ):
             return
-        if self._fits_list_buffer(outputs, source):
-            nbytes = source.nbytes
+        if self._fits_list_buffer(outputs, source):  # then nbytes is that of the source, too
             ctypes.memmove(self._list_buffer_address + self.rank * nbytes, source.data_ptr(), nbytes)
             blocks = (self._list_buffer_of(source), source.numel(), dtypes.carrier(source.dtype))
             self.comm.Allgather(mpi.api().IN_PLACE, blocks)
@@ -236,13 +236,6 @@ class DenseCollectives:
         slots = self._algorithms.slots
         assert slots is not None, "the algorithm is SLOTS"
         return slots
-
-    # -- lists ---------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _is_even(tensors: Tensors) -> bool:
-        nbytes = tensors[0].nbytes
-        return all([tensor.nbytes == nbytes for tensor in tensors])  # noqa: C419  faster
 
     # -- small lists: one copy through a buffer that is kept -----------------------------------------------------
 
