@@ -80,7 +80,9 @@ class ExceptHook:
         if not is_on_all_ranks or isinstance(error, RendezvousError):
             if is_on_all_ranks and self.rank != 0:
                 time.sleep(_LATER_FAILURE_WAIT)  # rank 0 prints first
-            self._end()
+            if self.abort is not None and self.size > 1:
+                time.sleep(_PRINTING_SECONDS)
+                self.abort(1)
 
     def _print_message(self, error: BaseException, is_on_all_ranks: bool) -> None:
         if self.rank == 0:
@@ -89,11 +91,6 @@ class ExceptHook:
             # Usually rank 0 has the same error, and the launcher ends this rank before it prints.
             time.sleep(_LATER_FAILURE_WAIT if self.rank < _BRIEF_RANKS else _OTHER_RANKS_WAIT)
             error_output.print_stderr(f"[mpicomm] rank {self.rank}: {type(error).__name__}: {error.brief}\n")
-
-    def _end(self) -> None:
-        if self.abort is not None and self.size > 1:
-            time.sleep(_PRINTING_SECONDS)
-            self.abort(1)
 
     def _print_error(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         name = f"rank {self.rank} of {self.size} on {self.hostname}"
