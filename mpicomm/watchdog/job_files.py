@@ -49,10 +49,6 @@ class JobFile:
         is_same = bool(self.start_time) and local_processes.start_time_of(self.pid) == self.start_time
         return local_processes.state_of(self.pid) if is_same else ""
 
-    def path_in(self, folder: Path) -> Path:
-        """Return the path of the file in a directory."""
-        return folder / f"{self.name}.json"
-
 
 @dataclasses.dataclass(frozen=True)
 class ListedJob:
@@ -132,7 +128,7 @@ def listed() -> list[ListedJob]:
 
 
 def _publish_in(folder: Path, job: JobFile) -> tuple[Path, socket.socket]:
-    path = job.path_in(folder)
+    path = folder / f"{job.name}.json"
     new_socket, new_file = folder / f".{job.pid}.sock", folder / f".{job.pid}.json"
     listener = socket.socket(socket.AF_UNIX)
     try:
