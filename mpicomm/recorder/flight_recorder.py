@@ -404,7 +404,7 @@ def bytes_per_second(now: float) -> float:
         return 0.0
     since = max(now - _RATE_SECONDS, operations[0].called_at)
     completed = [each for each in operations if each.end is not None and each.end > since]
-    total = sum(each.count * getattr(each.dtype, "itemsize", 0) for each in completed)
+    total = sum(each.nbytes or 0 for each in completed)
     return total / max(now - since, _SHORTEST_RATE_SECONDS)
 
 
@@ -510,8 +510,7 @@ def line_of_caller() -> str:
 
 
 def _line_of_user(frame: types.FrameType | None) -> str:
-    while frame is not None and _is_inner(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame, _ = _search_caller(frame, 0)
     return line_of(frame.f_code, frame.f_lasti) if frame else ""
 
 
