@@ -27,9 +27,7 @@ Address = tuple[str, int]
 
 def rank_info_of(where: Topology) -> RankInfo:
     """Choose the hub of every rank."""
-    first: dict[int, int] = {}
-    for rank, node in enumerate(where.nodes):
-        first.setdefault(node, rank)
+    first = {node: rank for rank, node in reversed(list(enumerate(where.nodes)))}
     hubs = [0 if first[node] == rank else first[node] for rank, node in enumerate(where.nodes)]
     return RankInfo(where.rank, where.hosts, where.nodes, hubs)
 
