@@ -36,6 +36,8 @@ def new_group(
     """A function with the arguments of `torch.distributed.new_group`; its groups are destroyed after the test."""
     import torch.distributed as dist
 
+    from mpicomm import torch_internals
+
     groups: list[Any] = []
 
     def create(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
@@ -44,7 +46,7 @@ def new_group(
 
     yield create
     for group in groups:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER and _exists(group):
+        if torch_internals.is_alive(group):  # the test may have destroyed it, and this rank may be no member
             dist.destroy_process_group(group)
 
 
@@ -52,14 +54,3 @@ def new_group(
 def process_group(new_group: Callable[..., dist.ProcessGroup]) -> dist.ProcessGroup:
     """A new process group of all ranks, which is destroyed after the test."""
     return new_group()
-
-
-def _exists(group: dist.ProcessGroup) -> bool:
-    """Return whether the test has not destroyed a group."""
-    import torch.distributed as dist
-
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError, RuntimeError):
-        return False
-    return True
