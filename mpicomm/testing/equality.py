@@ -23,14 +23,6 @@ _DEEPEST = 100  # levels of nesting, as in the other operations
 
 
 @dataclasses.dataclass(frozen=True)
-class _Container:
-    """A container without its children."""
-
-    kind: str
-    keys: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class _Array:
     """A tensor or an array without its elements."""
 
@@ -123,13 +115,10 @@ def _walk(value: Any, path: str, leaves: dict[str, Any], depth: int = 0) -> Iter
         yield path, _Value(_plain(value), _shown(value))
         return
     kind = type(value).__name__
-    yield path, _Value(_Container(kind, keys), f"a {kind} with {_describe_keys(value, keys)}")
+    described = f"{keys[0]} items" if isinstance(value, (list, tuple)) else f"the keys {', '.join(keys)}"
+    yield path, _Value(("a container", kind, keys), f"a {kind} with {described}")
     for place, child in children.items():
         yield from _walk(child, place, leaves, depth + 1)
-
-
-def _describe_keys(container: Any, keys: tuple[Any, ...]) -> str:
-    return f"{keys[0]} items" if isinstance(container, (list, tuple)) else f"the keys {', '.join(keys)}"
 
 
 def _plain(value: Any) -> Any:
