@@ -27,7 +27,7 @@ from mpicomm.job.start_request import StartRequest
 from mpicomm.launch import detect
 from mpicomm.recorder import dump
 from mpicomm.settings import Settings
-from mpicomm.watchdog import error_output, exit_hooks, parent_link, rank_failures
+from mpicomm.watchdog import exit_hooks, parent_link, rank_failures
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -107,7 +107,7 @@ def bootstrap(
         base = mpi_job.initialize(request, launch, settings)
         if abort_on_error:  # from here on, a failing rank must not leave the others waiting
             session_setup.arm_abort(base.rank, base.size, base)
-        job = mpi_job.join(base, request, launch, settings, error_output.print_stderr)
+        job = mpi_job.join(base, request, launch, settings)
     # 4. start the watchdog, export the variables and initialise the process group
     opened = session_setup.create(request, launch, settings, job, shutdown)
     try:

@@ -32,6 +32,7 @@ from mpicomm.launch.detect import Launch
 from mpicomm.missing_ranks import MissingNotice, wait_for_all_ranks
 from mpicomm.native import c_library
 from mpicomm.settings import SPARES, Settings
+from mpicomm.watchdog import error_output
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -123,13 +124,8 @@ def _takes_gpu_tensors(request: StartRequest, settings: Settings) -> bool:
     return plan.mpi_takes_gpu_tensors(request.backend, vendor_backends.of_this_torch(), settings.gpu_aware)
 
 
-def join(
-    base: Intracomm, request: StartRequest, launch: Launch, settings: Settings, write_notice: Callable[[str], None]
-) -> JoinedJob:
+def join(base: Intracomm, request: StartRequest, launch: Launch, settings: Settings) -> JoinedJob:
     """Form the job of the ranks of a communicator (collective).
-
-    Args:
-        write_notice: Prints a notice about missing ranks.
 
     Raises:
         MpicommError: On every rank that has arrived, if a rank is missing or cannot join the job, or the store cannot
@@ -137,9 +133,9 @@ def join(
     """
     # 1. wait for all ranks
     limit = request.join_timeout_seconds
-    missing_notice = MissingNotice(start_timer.seconds_before_notice(settings.hang_seconds, limit), write_notice)
+    seconds = start_timer.seconds_before_notice(settings.hang_seconds, limit)
     hosts = (socket.gethostname(),) * base.size if launch.local_size == base.size else ()
-    wait_for_all_ranks(base, "bootstrap()", limit, missing_notice, hosts)
+    wait_for_all_ranks(base, "bootstrap()", limit, MissingNotice(seconds, error_output.print_stderr), hosts)
     # 2. the facts of each rank
     comm = base.Dup()
     node = topology.first_rank_of_node(comm)
