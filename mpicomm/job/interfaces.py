@@ -7,7 +7,6 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 from mpicomm import host_info
 
@@ -93,8 +92,5 @@ def address_towards(address: str) -> str | None:
 
 
 def _ipv6() -> list[tuple[str, str]]:
-    table = Path("/proc/net/if_inet6")
-    if not table.exists():
-        return []
-    rows = [line.split() for line in table.read_text().splitlines()]
+    rows = [line.split() for line in host_info.read("/proc/net/if_inet6").splitlines()]
     return [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows if row[3] in ("00", "10")]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpicomm import terminal
+from mpicomm import host_info, terminal
 from mpicomm.launch import containers
 from mpicomm.launch.containers import Separation
 from mpicomm.launch.known_launchers import starts_ranks
@@ -45,8 +45,5 @@ def _launcher(ancestors: Sequence[tuple[int, str]]) -> tuple[int | str, str]:
 
 def _shm(process: int | str) -> str:
     """Return the device of the last mount on /dev/shm that a process sees; empty if it is unknown."""
-    try:
-        mounts = Path(f"/proc/{process}/mountinfo").read_text()
-    except OSError:
-        return ""
+    mounts = host_info.read(f"/proc/{process}/mountinfo")
     return (_SHM.findall(mounts) or [""])[-1]

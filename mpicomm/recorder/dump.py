@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mpicomm import host_info
 from mpicomm.recorder import flight_recorder, torch_format
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -35,9 +36,8 @@ class ClockOffset:
 @functools.cache
 def clock_identity() -> str:
     """Return a text that is equal for processes with the same clock; empty if unknown."""
-    try:
-        boot = _BOOT_ID.read_text().strip()
-    except OSError:
+    boot = host_info.read(_BOOT_ID)
+    if not boot:
         return ""
     try:
         return f"{boot} {_NAMESPACE.readlink()}"
