@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
+from mpicomm import host_info
 from mpicomm.recorder.status import OperationInfo
 
 _MAX_RANGES = 16  # in one message: a line of it stays readable with thousands of ranks
@@ -23,12 +24,8 @@ def ranges(ranks: Iterable[int]) -> str:
 
 
 def parse_ranges(text: str) -> list[int]:
-    """Return the ranks in a text that `ranges` returned."""
-    ranks: list[int] = []
-    for part in filter(None, text.split(", ")):
-        first, _, last = part.partition("-")
-        ranks += range(int(first), int(last or first) + 1)
-    return ranks
+    """Return the ranks in a text that `ranges` returned: the kernel writes its lists of CPUs in the same way."""
+    return host_info.cpu_list(text)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
