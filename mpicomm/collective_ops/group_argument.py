@@ -47,11 +47,6 @@ class GroupArgument:
     control: torch.device
     """The device for the small control tensors of an operation: the CPU if the group takes CPU tensors."""
 
-    @property
-    def has_nccl(self) -> bool:
-        """Whether another backend than this one serves GPU tensors."""
-        return not (self.is_ours and self.handle.takes_gpu_tensors)
-
     @functools.cached_property
     def expected_rank(self) -> Expected:
         """The check of an argument that is a rank within the group."""

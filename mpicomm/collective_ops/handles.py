@@ -336,7 +336,7 @@ def start(
         return run(steps(IN_THE_CALL))
     FLAG.check(async_op, "async_op", operation)
     on_host = tensors is not None and all(tensor.is_cpu for tensor in tensors)
-    has_callbacks = members.is_ours and (on_host or not members.has_nccl)
+    has_callbacks = members.is_ours and (on_host or members.handle.takes_gpu_tensors)
     in_callbacks = has_callbacks and (in_order or mpi.has_thread_multiple())
     mode = _IN_CALLBACKS if in_callbacks else _WITHOUT_CALLBACKS
     return Handle(steps(mode), operation, in_callbacks=in_callbacks, in_order=in_callbacks and in_order)
