@@ -146,7 +146,7 @@ class CompositeProcessGroup(MPIProcessGroup):
     def start_coalescing(self, device: torch.device) -> None:
         """Collect the works of the operations called from now on."""
         super().start_coalescing(device)
-        if self._coalesces(device):
+        if self._is_inner(device) and self._inner._get_backend(device).supports_coalescing:
             self._inner._start_coalescing(device)
             self._batched = []
 
@@ -164,9 +164,6 @@ class CompositeProcessGroup(MPIProcessGroup):
             self._add_to_batch(work)
             self._record_until_run(operations, work)
         return super().end_coalescing(device)
-
-    def _coalesces(self, device: torch.device) -> bool:
-        return self._is_inner(device) and self._inner._get_backend(device).supports_coalescing
 
     def _run_inside(self, name: str, tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of torch's group, and record the operation."""
