@@ -402,14 +402,12 @@ def from_plain(plain: Any, depth: int = 0) -> Structure:
 
 
 def _check_keys(keys: Sequence[Any]) -> None:
-    if _KEYS.issuperset(map(type, keys)):
-        return
-    for key in keys:
-        if type(key) not in _KEYS:
-            raise TypeError(
-                f"dict keys must be str, int or None, got {key!r} ({type(key).__name__}).\n"
-                f"Convert the keys, or use an `_object` operation, such as all_gather_object."
-            )
+    if not _KEYS.issuperset(map(type, keys)):
+        wrong = next(key for key in keys if type(key) not in _KEYS)
+        raise TypeError(
+            f"dict keys must be str, int or None, got {wrong!r} ({type(wrong).__name__}).\n"
+            f"Convert the keys, or use an `_object` operation, such as all_gather_object."
+        )
 
 
 @functools.cache
