@@ -154,13 +154,6 @@ def future_of(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
     return torch.futures.Future(devices=[*accelerator.devices_of(tensors)])
 
 
-def completed_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
-    """Return a future that is already complete."""
-    future = future_of(tensors)
-    future.set_result(tensors)
-    return future
-
-
 def set_error(future: torch.futures.Future[Any], error: Exception, tensors: Sequence[torch.Tensor]) -> None:
     """Complete a future with an error: Python code that asks for the value gets the error, C++ code gets the tensors.
 

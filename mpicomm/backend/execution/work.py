@@ -92,7 +92,9 @@ class CompletedWork(BackendWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is already complete."""
-        return torch_internals.completed_future(self.tensors)
+        future = torch_internals.future_of(self.tensors)
+        future.set_result(self.tensors)
+        return future
 
 
 class EarlyWork(CompletedWork):
