@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,8 @@ from mpicomm.errors import MpicommError
 
 HEAD = 512  # bytes: magic number, number, length of the description, as much of the description as fits
 MAGIC = b"mpicomm1"
-_WORD = 8  # bytes of an integer in the header
-_START = len(MAGIC) + 2 * _WORD
-IN_HEAD = HEAD - _START  # bytes of the description
+_START = struct.Struct("<8sQQ")  # of the header: magic number, number, length of the description
+IN_HEAD = HEAD - _START.size  # bytes of the description
 _WIDEST = 16  # bytes, the size of the widest dtype; each leaf's content starts at a multiple of it
 DEVICES = (HOST, GPU)
 _FAILED = "failed"
@@ -31,8 +31,7 @@ _FAILED = "failed"
 
 def head(raw: bytes, number: int = 0) -> bytes:
     """Return the header of a description, with a number for the receiver."""
-    start = MAGIC + number.to_bytes(_WORD, "little") + len(raw).to_bytes(_WORD, "little") + raw[:IN_HEAD]
-    return start.ljust(HEAD, b"\0")
+    return (_START.pack(MAGIC, number, len(raw)) + raw[:IN_HEAD]).ljust(HEAD, b"\0")
 
 
 def read_head(content: torch.Tensor) -> tuple[int, int, bytes]:
@@ -42,10 +41,10 @@ def read_head(content: torch.Tensor) -> tuple[int, int, bytes]:
         MpicommError: If it is not a header of an operation of mpicomm.
     """
     raw = to_bytes(content)
-    if not raw.startswith(MAGIC):
+    magic, number, length = _START.unpack_from(raw)
+    if magic != MAGIC:
         raise not_ours("its header has no magic number")
-    words = raw[len(MAGIC) : _START]
-    return int.from_bytes(words[:_WORD], "little"), int.from_bytes(words[_WORD:], "little"), raw[_START:]
+    return number, length, raw[_START.size :]
 
 
 def encode(data: Data | Exception) -> bytes:
