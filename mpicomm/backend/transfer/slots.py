@@ -215,10 +215,7 @@ class NativeSlots:
 
 def _blocks(tensors: Sequence[torch.Tensor]) -> tuple[array[int], bool]:
     """Return the addresses and sizes of tensors for the library, and whether all are on the host."""
-    blocks = array("Q")
-    for tensor in tensors:
-        blocks.append(tensor.data_ptr())
-        blocks.append(tensor.nbytes)
+    blocks = array("Q", [number for tensor in tensors for number in (tensor.data_ptr(), tensor.nbytes)])
     return blocks, all([tensor.is_cpu for tensor in tensors])  # noqa: C419  faster
 
 
