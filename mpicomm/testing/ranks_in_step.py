@@ -38,6 +38,7 @@ _PHASES = {"setup": "set-up", "call": "test", "teardown": "tear-down"}
 # The outcomes of a phase on one rank. The ranks agree on the highest of FAILED, XFAILED and, before a test, SKIPPED.
 _PASSED, _SKIPPED, _XPASSED, _XFAILED, _FAILED = range(5)
 _ENDED = 5  # the rank leaves the session before its end
+_COMPLETE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)  # sessions
 
 
 class RanksEnded(pytest.exit.Exception):  # type: ignore[name-defined]
@@ -168,11 +169,7 @@ class RanksInStep:
     def pytest_sessionfinish(self, exitstatus: int | pytest.ExitCode) -> None:
         """Let the other ranks exit, if this rank leaves the session before its end (collective)."""
         if not self._is_over:
-            is_complete = exitstatus in (
-                pytest.ExitCode.OK,
-                pytest.ExitCode.TESTS_FAILED,
-                pytest.ExitCode.NO_TESTS_COLLECTED,
-            )
+            is_complete = exitstatus in _COMPLETE
             self._exchange(_PASSED if is_complete else _ENDED, "the session", f"exit status {exitstatus:d}")
             self._is_over = True
 
