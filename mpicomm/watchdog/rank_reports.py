@@ -75,14 +75,9 @@ class OperationMonitor:
         )
 
     def _usage(self, now: float) -> Usage:
+        rate, memory = round(flight_recorder.bytes_per_second(now), 1), local_processes.resident_memory()
         gpu = self._gpu.read()
-        return Usage(
-            round(flight_recorder.bytes_per_second(now), 1),
-            local_processes.resident_memory(),
-            gpu.memory,
-            gpu.memory_total,
-            gpu.utilization,
-        )
+        return Usage(rate, memory, gpu.memory, gpu.memory_total, gpu.utilization)
 
     def _check_operation(self, operation: Operation, now: float) -> None:
         waited = now - (operation.start or now)
