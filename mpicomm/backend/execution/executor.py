@@ -121,7 +121,7 @@ class Executor:
             "make_job": self._make_job,
             "make_call": functools.partial(functools.partial, self._run),
             "add_first": self._jobs.appendleft,
-            "wake": self._wake_for,
+            "wake": lambda job: self._get_worker().wake_for(job),
             "check_barrier": self._check_plain_barrier,
         }
 
@@ -133,10 +133,6 @@ class Executor:
     def _make_job(self) -> QueuedJob:
         """Return a job for a call that has begun on its caller's thread; the extension module sets its fields."""
         return self._get_worker().make_job(_nothing, QueuedWork([], None, self))  # type: ignore[arg-type]
-
-    def _wake_for(self, job: QueuedJob) -> None:
-        """Let the worker thread continue a job of the extension module, if no thread waits for it soon."""
-        self._get_worker().wake_for(job)
 
     def _queue_plain(
         self,
