@@ -88,6 +88,7 @@ def recover_from(last_session: Session) -> Session:
     start = time.monotonic()
     _end_world(last_session)
     comm, finished = last_session.job.process_comm, frozenset[int]()
+    request, settings = last_session.request, last_session.settings
     size, attempts, error = 0, 0, None
     with _time_limit(last_session, "recover()"):
         while True:
@@ -108,16 +109,9 @@ def recover_from(last_session: Session) -> Session:
             # 2. form the next world
             next_session, size, error = None, comm.size, None
             try:
-                job = mpi_job.rejoin(
-                    comm, survivors.size, last_session.request, last_session.settings, last_session.job
-                )
+                job = mpi_job.rejoin(comm, survivors.size, request, settings, last_session.job)
                 next_session = session_setup.create(
-                    last_session.request,
-                    last_session.launch,
-                    last_session.settings,
-                    job,
-                    last_session.shutdown,
-                    last_session,
+                    request, last_session.launch, settings, job, last_session.shutdown, last_session
                 )
                 session_setup.open_session(next_session)
             except Exception as caught:  # noqa: BLE001  if another process has failed, the next attempt is without it
