@@ -211,9 +211,8 @@ def rejoin(comm: Intracomm, size: int, request: StartRequest, settings: Settings
         return Plan(hosts, nodes, size, last.plan.backend, indices)
 
     # MASTER_ADDR and MASTER_PORT, if the user has set them, are those of the first rank 0, which may have failed.
-    no_environ: dict[str, str] = {}
     timeout = request.operation_timeout
-    return _form(comm, lambda: facts_of_process, decide, no_environ, settings.interface, timeout, _CONNECT_LIMIT)
+    return _form(comm, lambda: facts_of_process, decide, {}, settings.interface, timeout, _CONNECT_LIMIT)
 
 
 def _form(
