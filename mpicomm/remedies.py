@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 import sys
+import traceback
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,10 +95,8 @@ def _of_missing_variable(failure: _Failure) -> str | None:
 
 def _is_of_environ(error: BaseException) -> bool:
     """Return whether `os.environ[name]` raised an error, and not another dictionary."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_locals.get("self") is os.environ
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_locals.get("self") is os.environ
 
 
 def _of_second_group(failure: _Failure) -> str | None:

@@ -119,10 +119,8 @@ def _continues() -> bool:
     Python calls the hook after the program's last frame has ended: then the outermost frame is the hook's own, or that
     of a hook that calls it.
     """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code.co_name in _OUTERMOST or _is_at_prompt()
+    *_, (outermost, _line) = traceback.walk_stack(sys._getframe())
+    return outermost.f_code.co_name in _OUTERMOST or _is_at_prompt()
 
 
 def _is_at_prompt() -> bool:
