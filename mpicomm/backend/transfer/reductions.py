@@ -102,7 +102,8 @@ class Reduction:
         if self.factor is not None:
             if keep and dense is tensor:
                 dense = dense.detach().clone()
-            dense.detach().mul_(self._factor_on(dense.device))
+            factor = self.factor.detach().to(dense.device) if isinstance(self.factor, torch.Tensor) else self.factor
+            dense.detach().mul_(factor)
         return dense if self.keys is None else self._sort_keys(dense, self.keys)
 
     def output_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -143,9 +144,6 @@ class Reduction:
         """Return the number that moves NaNs of one sign across the end of the integers, to those of the other sign."""
         count = round(1 / torch.finfo(dtype).eps) - 1  # NaNs of each sign: one for each mantissa but that of infinity
         return count if self.name == "MIN" else -count
-
-    def _factor_on(self, device: torch.device) -> Any:
-        return self.factor.detach().to(device) if isinstance(self.factor, torch.Tensor) else self.factor
 
 
 def _divide(total: torch.Tensor, divisor: int) -> None:
@@ -212,9 +210,10 @@ def _reduction_for(name: str, dtype: torch.dtype, size: int, operation: str) -> 
             f"Convert them to a dtype that MPI can reduce, such as float32."
         )
     if mpi_name is None or _is_meaningless(name, dtype):
+        meaningful = [known for known in _MPI_OPS if not _is_meaningless(known, dtype)]
         raise ValueError(
             f"{operation}: {name} is not defined for {dtypes.short(dtype)} tensors.\n"
-            f"For {dtypes.short(dtype)}, use one of {', '.join(_meaningful(dtype))}."
+            f"For {dtypes.short(dtype)}, use one of {', '.join(meaningful)}."
         )
     divisor = size if name == "AVG" else 1
     return Reduction(
@@ -247,7 +246,3 @@ def _is_meaningless(name: str, dtype: torch.dtype) -> bool:
     if name == "PREMUL_SUM":
         return not (dtype.is_floating_point or dtype.is_complex)
     return name in _ORDERED and dtype.is_complex
-
-
-def _meaningful(dtype: torch.dtype) -> list[str]:
-    return [name for name in _MPI_OPS if not _is_meaningless(name, dtype)]
