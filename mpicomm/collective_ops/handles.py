@@ -81,7 +81,8 @@ class Handle(Generic[T_co]):
         self._caller = flight_recorder.line_of_caller()
         self._has_grad = torch.is_grad_enabled()
         self._sequence_number = torch_internals.reserve_sequence_number() if self._has_grad else None
-        self._stream = _current_stream()
+        device = accelerator.current_device() if accelerator.is_initialized() else None  # None: no GPU is in use
+        self._stream = None if device is None else accelerator.current_stream(device)
         self._in_callbacks = in_callbacks
         self._in_order = in_order
         self._lock = threading.RLock()
@@ -134,8 +135,10 @@ class Handle(Generic[T_co]):
 
     def done(self) -> bool:
         """Return whether the operation has completed or failed; the call also advances it. Not collective."""
-        if not self._in_callbacks:
-            self._start_waiting_thread()
+        if not self._in_callbacks and self._waiter is None and not self._ended.is_set():
+            # Works of other backends report completion only to a thread that waits.
+            self._waiter = threading.Thread(target=self._run_remaining_steps, name="mpicomm-handle", daemon=True)
+            self._waiter.start()
         while not self._ended.is_set():
             step, works = self._state
             if self._in_order or not self._in_callbacks or not all(work.is_completed() for work in works):
@@ -159,12 +162,6 @@ class Handle(Generic[T_co]):
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    def _start_waiting_thread(self) -> None:
-        """Start one thread that waits: works of other backends report completion only to a thread that waits."""
-        if self._waiter is None and not self._ended.is_set():
-            self._waiter = threading.Thread(target=self._run_remaining_steps, name="mpicomm-handle", daemon=True)
-            self._waiter.start()
 
     def _run_remaining_steps(self) -> None:
         while not self._ended.is_set():
@@ -277,11 +274,6 @@ def _as_completed(waiting: list[Handle[T]]) -> Iterator[Handle[T]]:
         ended = [handle for handle in waiting if handle.done()]
         waiting = [handle for handle in waiting if handle not in ended]
         yield from ended
-
-
-def _current_stream() -> torch.Stream | None:
-    """Return the current stream of this thread's GPU; None if the program has not used a GPU."""
-    return accelerator.current_stream(accelerator.current_device()) if accelerator.is_initialized() else None
 
 
 def _let_current_stream_wait(stream: torch.Stream, result: Any) -> None:
