@@ -151,7 +151,8 @@ def initialize(
     global _pid, _is_ours, _gpu_environ  # noqa: PLW0603  MPI's state is the process's, and so is this
     # 1. check the process and the library
     mpi = api()
-    _refuse_children()
+    if _pid not in (None, os.getpid()) or multiprocessing.parent_process() is not None:
+        raise MpicommError(IN_A_CHILD)
     _pid = os.getpid()
     _check_mpi4py_version(sys.modules["mpi4py"].__version__)  # the program may have imported it before
     if mpi.Is_finalized():
@@ -464,12 +465,6 @@ def finalize() -> None:
     """Finalise MPI if `initialize` initialised it (collective)."""
     if _is_ours and is_usable() and not _is_abandoned and not _has_lost_processes:
         api().Finalize()
-
-
-def _refuse_children() -> None:
-    forked = _pid not in (None, os.getpid())
-    if forked or multiprocessing.parent_process() is not None:
-        raise MpicommError(IN_A_CHILD)
 
 
 def _path_of(name: str) -> str:
