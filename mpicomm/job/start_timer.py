@@ -257,7 +257,7 @@ def processes_of_job(pid: int, variable: str) -> list[Process]:
     children = collections.defaultdict(list)
     for child, parent in sorted(parents.items()):
         children[parent].append(child)
-    markers = _markers()
+    markers = {line.rpartition(" ")[2] for line in _read("/proc/net/unix").splitlines()}
     processes, next_ones = [], list(children[daemon])
     while next_ones:
         child_pid = next_ones.pop(0)
@@ -296,10 +296,6 @@ def _rank_of(pid: int, variable: str) -> int | None:
 def _command_of(pid: int) -> str:
     command = " ".join(_read(f"/proc/{pid}/cmdline").replace("\0", " ").split()) or "ended"
     return command if len(command) <= _COMMAND else f"{command[:_COMMAND]} ..."
-
-
-def _markers() -> set[str]:
-    return {line.rpartition(" ")[2] for line in _read("/proc/net/unix").splitlines()}
 
 
 def _read(path: str | Path) -> str:
