@@ -120,15 +120,10 @@ def _matching_group(rank: int, operation: Operation) -> tuple[str, str, Sequence
     group = operation.group
     if not operation.is_message:
         return group.name, _description(group), group.ranks
-    source, target = _ends(rank, operation)
+    (peer,) = operation.needs
+    source, target = (rank, peer) if operation.name == "send" else (peer, rank)
     tag = f" tag {operation.tag}" if operation.tag else ""
     return f"{group.name} {source}->{target}{tag}", "messages", sorted((source, target))
-
-
-def _ends(rank: int, operation: Operation) -> tuple[int, int]:
-    """Return the ranks from which and to which a message is sent."""
-    (peer,) = operation.needs
-    return (rank, peer) if operation.name == "send" else (peer, rank)
 
 
 def _description(group: Group) -> str:
