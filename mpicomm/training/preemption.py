@@ -108,16 +108,15 @@ class StopRequest:
     def _poll_scheduler(self, query: Callable[[], float | None], stop_margin: float, done: threading.Event) -> None:
         wait, is_first = 0.0, True
         while not done.wait(wait):
-            remaining = query()
-            if remaining is not None and is_first:
-                stop_margin, is_first = (
-                    min(stop_margin, remaining / 2),
-                    False,
-                )  # so that each run of a short job progresses
-            if remaining is not None and remaining <= stop_margin:
+            wait, remaining = _POLL_SECONDS, query()
+            if remaining is None:
+                continue
+            if is_first:  # so that each run of a short job progresses
+                stop_margin, is_first = min(stop_margin, remaining / 2), False
+            if remaining <= stop_margin:
                 self.why = self.why or f"{remaining:.0f} s remaining in the allocation"
                 return
-            wait = _POLL_SECONDS if remaining is None else min(_POLL_SECONDS, max(1.0, remaining - stop_margin))
+            wait = min(_POLL_SECONDS, max(1.0, remaining - stop_margin))
 
 
 def _ignore(_number: int, _frame: types.FrameType | None) -> None:
