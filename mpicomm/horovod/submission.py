@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -88,48 +89,26 @@ def _shown(shape: tuple[int, ...]) -> str:
     return "(" + ", ".join("any" if length == ANY_ROWS else str(length) for length in shape) + ")"
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Submission:
     """The handle of an operation: `hvd.poll(handle)`, `hvd.synchronize(handle)`."""
 
-    __slots__ = (
-        "engine",
-        "error",
-        "events",
-        "is_cacheable",
-        "is_done",
-        "is_grouped",
-        "name",
-        "outputs",
-        "result",
-        "signature",
-        "splits",
-        "start",
-        "tensors",
-    )
+    name: str
+    signature: Signature
+    tensors: Sequence[torch.Tensor] = ()
+    outputs: Sequence[torch.Tensor] = ()
+    splits: torch.Tensor | None = None
+    _: dataclasses.KW_ONLY
+    is_grouped: bool = False
+    is_cacheable: bool = True
+    engine: Any = None
+    result: Any = None
+    error: BaseException | None = None
+    events: list[torch.Event] = dataclasses.field(default_factory=list)
+    """Of the GPUs of the inputs; once the operation is complete, of those of the outputs."""
 
-    def __init__(
-        self,
-        name: str,
-        signature: Signature,
-        tensors: Sequence[torch.Tensor] = (),
-        outputs: Sequence[torch.Tensor] = (),
-        splits: torch.Tensor | None = None,
-        *,
-        is_grouped: bool = False,
-        is_cacheable: bool = True,
-    ) -> None:
-        self.name, self.signature, self.splits = name, signature, splits
-        self.is_grouped, self.is_cacheable = is_grouped, is_cacheable
-        self.tensors: Sequence[torch.Tensor] = tensors
-        self.outputs: Sequence[torch.Tensor] = outputs
-        self.engine: Any = None
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.events: list[torch.Event] = []
-        """Of the GPUs of the inputs; once the operation is complete, of those of the outputs."""
-
-        self.start = time.monotonic()
-        self.is_done = False
+    start: float = dataclasses.field(default_factory=time.monotonic)
+    is_done: bool = False
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """Complete the operation."""
