@@ -61,7 +61,7 @@ class StepProfiler:
     def __init__(self, steps: range, folder: Path, world: World) -> None:
         self._steps, self._folder, self._world = steps, folder, world
         self._profile: Any = None
-        self._mark: Any = None  # the range of the current step in the trace
+        self._mark = contextlib.ExitStack()  # has the range of the current step in the trace
         self._first = 0
 
     def count(self, completed: int) -> None:
@@ -70,27 +70,20 @@ class StepProfiler:
         Args:
             completed: The number of the run's completed steps.
         """
-        if self._profile is None and completed + 1 not in self._steps:
-            return
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
         if completed + 1 not in self._steps:
             self.close()
             return
+        self._mark.close()
         if self._profile is None:
             self._start(completed + 1)
-        self._mark = torch.profiler.record_function(f"step {completed + 1}")
-        self._mark.__enter__()
+        self._mark.enter_context(torch.profiler.record_function(f"step {completed + 1}"))
 
     def close(self) -> None:
         """End the profile, if there is one, and write the trace."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
+        self._mark.close()
         profile.stop()
         self._folder.mkdir(exist_ok=True)
         path = self._unused_path()
