@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from mpicomm.doctor import findings
 from mpicomm.doctor.fabric import ACTIVE, GLOO_SOCKETS, NCCL_HCAS, NCCL_SOCKETS, SLINGSHOT, Adapter, FabricFacts
 from mpicomm.doctor.findings import Finding, Status
 from mpicomm.launch.visible_devices import AMD, INTEL, NVIDIA
@@ -61,8 +60,7 @@ class Rule:
             "ports": ", ".join(f"{port.name} {port.state} {port.rate}".strip() for port in _worse_ports(facts)),
         }
         message = f"{self.message.format(**names)} ({self.source.title}, {self.source.date})"
-        report = findings.problem if self.status == "problem" else findings.warning
-        return report(self.setting, message, self.remedy.format(**names))
+        return Finding(self.setting, self.status, message, self.remedy.format(**names))
 
 
 ALCF_CCL = Source("ALCF, oneCCL", "https://docs.alcf.anl.gov/aurora/data-science/frameworks/oneCCL/", "2026-03-17")

@@ -78,8 +78,8 @@ def check_links(
             warning(
                 "links",
                 f"{outlier.quantity} between {' and '.join(names[rank] for rank in outlier.ranks)}"
-                f"{' and any other' if len(outlier.ranks) == 1 else ''} is {outlier.shown}, "
-                f"the median is {outlier.shown_median}",
+                f"{' and any other' if len(outlier.ranks) == 1 else ''} is {outlier.value:.3g} {outlier.unit}, "
+                f"the median is {outlier.median:.3g} {outlier.unit}",
                 remedies[len(outlier.ranks) - 1],
             )
             for outlier in outliers

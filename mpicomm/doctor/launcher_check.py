@@ -117,7 +117,9 @@ def _check_start(facts: LauncherFacts) -> list[Finding]:
 
 
 def _check_mpiexec(facts: LauncherFacts) -> list[Finding]:
-    library, is_plain = facts.library, _is_plain(facts.environ)
+    library, is_plain = facts.library, False
+    with contextlib.suppress(LaunchError):  # _check_start reports it
+        is_plain = detect.detect(facts.environ).is_plain
     others = {path: None for path, output in facts.found_in_path.values() if library.is_of_other_mpi(output)}
     has_srun = bool(facts.scheduler and library.srun_type_in(facts.srun_list, facts.environ))
     name = f"{library.vendor} {library.version}"
@@ -170,13 +172,8 @@ def _check_srun(facts: LauncherFacts) -> list[Finding]:
 def check_trial_job(job: TrialJob) -> list[Finding]:
     """Return the findings about a job of two ranks."""
     if job.status is None:
-        return [
-            problem(
-                "test job",
-                f"two ranks timed out: {job.command}",
-                f"Run it, and examine it:\n  {job.command}",
-            )
-        ]
+        remedy = f"Run it, and examine it:\n  {job.command}"
+        return [problem("test job", f"two ranks timed out: {job.command}", remedy)]
     if job.status != 0 or job.size != 2:
         lines = [line for line in job.output.splitlines() if line.strip()]
         reason = f"exited with status {job.status}" if job.status else f"formed a world of size {job.size}"
@@ -203,10 +200,3 @@ def check_threads(*, has_threads: bool) -> list[Finding]:
             "Use an MPI that was built with MPI_THREAD_MULTIPLE, and let mpicomm.bootstrap() initialise it.",
         )
     ]
-
-
-def _is_plain(environ: Mapping[str, str]) -> bool:
-    try:
-        return detect.detect(environ).is_plain
-    except LaunchError:
-        return False

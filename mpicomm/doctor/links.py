@@ -49,16 +49,6 @@ class Outlier:
     median: float
     unit: str
 
-    @property
-    def shown(self) -> str:
-        """The value with its unit."""
-        return f"{self.value:.3g} {self.unit}"
-
-    @property
-    def shown_median(self) -> str:
-        """The median with its unit."""
-        return f"{self.median:.3g} {self.unit}"
-
 
 # -- measurement -----------------------------------------------------------------------------------------------------
 

@@ -52,24 +52,20 @@ class SoftwareFacts:
 
 def collect(environ: Mapping[str, str]) -> SoftwareFacts:
     """Return the facts about this process; imports torch, and loads MPI without initialising it."""
-    library, mpi_error = None, ""
+    library, mpi_error, settings_error = None, "", ""
     try:
         library = mpi.library()
     except MPINotFoundError as error:
         mpi_error = str(error)
+    try:
+        Settings.from_environ(environ)
+    except LaunchError as error:
+        settings_error = str(error)
     torch_error, numpy_error, native = _try_torch()
     oldest = oldest_supported()
     versions = {name: host_info.version_of(name) for name in oldest if name != "Python"}
-    return SoftwareFacts(
-        versions | host_info.versions(),
-        oldest,
-        library,
-        mpi_error,
-        torch_error,
-        numpy_error,
-        _fault_of_settings(environ),
-        native,
-    )
+    versions |= host_info.versions()
+    return SoftwareFacts(versions, oldest, library, mpi_error, torch_error, numpy_error, settings_error, native)
 
 
 def oldest_supported() -> dict[str, str]:
@@ -122,14 +118,6 @@ def _version(name: str, facts: SoftwareFacts) -> Finding | None:
         )
         return problem(name, f"{name} {version} is older than {oldest}, the oldest supported version", remedy)
     return None
-
-
-def _fault_of_settings(environ: Mapping[str, str]) -> str:
-    try:
-        Settings.from_environ(environ)
-    except LaunchError as error:
-        return str(error)
-    return ""
 
 
 def _try_torch() -> tuple[str, str, bool]:

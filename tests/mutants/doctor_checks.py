@@ -197,8 +197,8 @@ MUTANTS = [
     ),
     Mutant(
         "Rule.finding",
-        old='findings.problem if self.status == "problem" else findings.warning',
-        new="findings.warning",
+        old="self.status",
+        new='"warning"',
         fault="A setting with which jobs hang is a warning only.",
         tests="tests/unit/test_fabric.py -k test_a_rule_that_is_broken",
     ),
