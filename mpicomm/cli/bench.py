@@ -184,23 +184,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--plot", metavar="F.png", type=png, help="plot the results to this file (needs matplotlib)")
     parser.add_argument("--compare", metavar="OLD.json", type=Path, help="compare with the JSON file of another run")
     others = parser.add_subparsers(title="other measurements", metavar="ddp|decode")
-    _add_steps(others)
-    _add_decoding(others)
-
-
-def _add_steps(others: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = others.add_parser("ddp", help="training steps", description=_OF_STEPS)
-    _add_list(parser, "--model", "model", _MODELS, list(_MODELS))
-    _add_list(parser, "--strategy", "strategy", _STRATEGIES, ["ddp"])
-    _add_ranks(parser, _BENCH_DDP, "; none is a no-op, a lower bound")
-    parser.set_defaults(csv=None, plot=None, compare=None)
-
-
-def _add_decoding(others: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = others.add_parser("decode", help="tensor-parallel inference", description=_OF_DECODING)
-    _add_list(parser, "--model", "model", _DECODERS, list(_DECODERS))
-    _add_ranks(parser, _BENCH_DECODE, "; none is a no-op, an upper bound")
-    parser.set_defaults(csv=None, plot=None, compare=None)
+    steps = others.add_parser("ddp", help="training steps", description=_OF_STEPS)
+    _add_list(steps, "--model", "model", _MODELS, list(_MODELS))
+    _add_list(steps, "--strategy", "strategy", _STRATEGIES, ["ddp"])
+    _add_ranks(steps, _BENCH_DDP, "; none is a no-op, a lower bound")
+    decoding = others.add_parser("decode", help="tensor-parallel inference", description=_OF_DECODING)
+    _add_list(decoding, "--model", "model", _DECODERS, list(_DECODERS))
+    _add_ranks(decoding, _BENCH_DECODE, "; none is a no-op, an upper bound")
 
 
 def _add_ranks(parser: argparse.ArgumentParser, benchmark: Benchmark, note: str = "") -> None:
@@ -217,7 +207,8 @@ def _add_ranks(parser: argparse.ArgumentParser, benchmark: Benchmark, note: str 
     )  # fmt: skip
     parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
     parser.add_argument("--html", metavar="F.html", type=html, help="write the tables and curves to this page")
-    parser.set_defaults(run=functools.partial(run, benchmark))
+    # Only `mpicomm bench` itself has options for the last three.
+    parser.set_defaults(run=functools.partial(run, benchmark), csv=None, plot=None, compare=None)
 
 
 def _add_list(
