@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -134,13 +134,12 @@ def _wait(job: JobSpec, job_id: str, earlier: Mapping[int, _Version], *, follows
     paths = [Path(name).absolute() for name in queue.output_files(job, job_id)]
     appends = queue.appends_output or job.requeue or "--open-mode=append" in job.directive
     output = _OutputFile(paths, earlier, appends=appends)
-    follow: Callable[[], object] = output.print_new if follows else _nothing
     print_message(command, f"waiting for job {job_id}; {cancellation}")
     if follows and (text := queue.late_output(job)):
         print_message(command, text)
     state = None
     try:
-        state = _wait_for_end(queue, job_id, output, follow, lambda text: print_message(command, text))
+        state = _wait_for_end(queue, job_id, output, command, follows=follows)
         if state is None:
             return failed(command, f"{job.system.title} has not answered for 10 minutes; job {job_id} may still run")
         if follows:
@@ -235,7 +234,7 @@ def _version(path: Path) -> _Version | None:
 
 
 def _wait_for_end(
-    queue: SchedulerQueue, job_id: str, output: _OutputFile, follow: Callable[[], object], report: Callable[[str], None]
+    queue: SchedulerQueue, job_id: str, output: _OutputFile, command: str, *, follows: bool
 ) -> QueueState | None:
     """Return the last state of a job; None if the scheduler does not answer."""
     shown, answered, unknown, pause, next_query = "", time.monotonic(), 0, _FIRST_SECONDS, 0.0
@@ -248,14 +247,15 @@ def _wait_for_end(
                 output.set_path(state.output)
             if state and not unknown and state.name != shown:
                 shown = state.name
-                report(f"job {job_id}: {shown}")
+                print_message(command, f"job {job_id}: {shown}")
             if state:
                 answered = time.monotonic()
             if state and state.outcome and (not unknown or unknown >= _UNKNOWN_QUERIES):
                 return state
             if time.monotonic() - answered > _NO_ANSWER_SECONDS:
                 return None
-        follow()
+        if follows:
+            output.print_new()
         time.sleep(_FOLLOW_SECONDS)
 
 
@@ -286,7 +286,3 @@ def _result(job: JobSpec, job_id: str, state: QueueState, output: _OutputFile) -
         return f"job {job_id} has exited before its time limit, and its script submits the next job; {place}"
     ending = "was cancelled" if state.outcome == "cancelled" else "has failed"
     return f"job {job_id} {ending} ({state.name}{status}); {place}"
-
-
-def _nothing() -> None:
-    pass
