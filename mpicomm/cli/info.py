@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(world: World, gathered: Sequence[JobInfo], arguments: argparse.Namespace) -> None:
     if arguments.json:
-        print_json(_as_json(world, gathered))
+        names = ("size", "num_nodes", "launcher", "backend", "master_addr", "master_port")
+        job = {name: getattr(world, name) for name in names}
+        print_json(job | {"ranks": [dataclasses.asdict(rank) for rank in gathered]})
         return
     out = console()
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
@@ -76,11 +78,6 @@ def _show(world: World, gathered: Sequence[JobInfo], arguments: argparse.Namespa
     out.print(_software(gathered))
     if arguments.env is not None:
         out.print(_variables(gathered[arguments.env]))
-
-
-def _as_json(world: World, gathered: Sequence[JobInfo]) -> dict[str, object]:
-    names = ("size", "num_nodes", "launcher", "backend", "master_addr", "master_port")
-    return {name: getattr(world, name) for name in names} | {"ranks": [dataclasses.asdict(rank) for rank in gathered]}
 
 
 def _ranks(gathered: Sequence[JobInfo]) -> Table:

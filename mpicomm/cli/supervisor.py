@@ -169,7 +169,7 @@ class Supervisor:
         before_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         before = signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # only wakes
         try:
-            with handling(_CAUGHT, self._record):
+            with handling(_CAUGHT, lambda number, _frame: self._received.append(number)):
                 yield
         finally:
             signal.signal(signal.SIGCHLD, before)
@@ -177,9 +177,6 @@ class Supervisor:
             self._selector.unregister(woken)
             woken.close()
             waker.close()
-
-    def _record(self, number: int, _frame: types.FrameType | None) -> None:
-        self._received.append(number)
 
     def _wait(self, seconds: float) -> bool:
         """Handle the events that arrive within some seconds, and return whether there were any."""
