@@ -63,25 +63,21 @@ def evaluate(
 
 
 def aligned(training_step: TrainingStep, source: DataSource) -> Iterator[Step]:
-    """Yield the steps of data as `rank_sync.aligned_steps`, for passes without gradients (collective).
+    """Return the steps of data as `rank_sync.aligned_steps`, for passes without gradients (collective).
 
     Raises:
         ValueError: If the model is sharded and this rank has no batch.
     """
     training_step.parts.metrics.begin_batch(0)  # values that the loss function logs now are not those of training
-    wrapped = training_step.parts.wrapped
-    last = Step([])
 
-    def padding() -> Step:
-        if not last.batches and isinstance(wrapped, FSDPModel):
+    def padding(last: Step) -> Step:
+        if not last.batches and isinstance(training_step.parts.wrapped, FSDPModel):
             raise rank_sync.no_data()
         return last.as_padding()
 
     steps = source.steps(0, 0, 0)
     rank_sync.begin_epoch(source)
-    for step in rank_sync.aligned_steps(source, steps, padding):
-        last = step
-        yield step
+    return rank_sync.aligned_steps(source, steps, padding)
 
 
 class Averages:

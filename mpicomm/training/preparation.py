@@ -15,7 +15,7 @@ from mpicomm.arguments import FLAG
 from mpicomm.job import session
 from mpicomm.job.session import World
 from mpicomm.training import batches, optimizers, parallel, rank_sync
-from mpicomm.training.data import DataRank, LoaderOptions, Step
+from mpicomm.training.data import DataRank, LoaderOptions
 from mpicomm.training.data_argument import SHARD, make_source
 from mpicomm.training.indexed_data import IndexedSource
 from mpicomm.training.parallel import ParallelOptions
@@ -136,14 +136,9 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch (collective)."""
         epoch, self._epoch = self._epoch, self._epoch + 1
-        last = Step([])
-
-        def padding() -> Step:
-            return rank_sync.padding(self._source, last, self._world.device)
-
         steps = self._source.steps(epoch, 0, 0)
+        padding = functools.partial(rank_sync.padding, self._source, device=self._world.device)
         for step in rank_sync.aligned_steps(self._source, steps, padding):
-            last = step
             (batch,) = step.batches
             self.weight = batch.count * self._world.size / step.total
             yield batches.moved(batch.content, self._world.device)

@@ -111,20 +111,22 @@ def agreed_source(
 
 
 def aligned_steps(
-    source: DataSource, steps: Iterator[Step], padding: Callable[[], Step], timer: StepTimer | None = None
+    source: DataSource, steps: Iterator[Step], padding: Callable[[Step], Step], timer: StepTimer | None = None
 ) -> Iterator[Step]:
     """Return steps with a total and the same number of batches on all ranks, until no rank has samples (collective).
 
     Args:
         source: The data.
         steps: The steps of this rank.
-        padding: Returns a step of padding, for a rank without samples in a step in which other ranks have some.
+        padding: Returns a step of padding, for a rank without samples in a step in which other ranks have some. Its
+            argument is the last step that was returned; an empty one before the first.
         timer: Measures the time for data and communication.
     """
     return steps if source.is_counted else _aligned(steps, padding, timer)
 
 
-def _aligned(steps: Iterator[Step], padding: Callable[[], Step], timer: StepTimer | None) -> Iterator[Step]:
+def _aligned(steps: Iterator[Step], padding: Callable[[Step], Step], timer: StepTimer | None) -> Iterator[Step]:
+    last = Step([])
     while True:
         # 1. load the step, and agree on its numbers of samples and batches
         step = next(steps, Step([]))
@@ -137,9 +139,9 @@ def _aligned(steps: Iterator[Step], padding: Callable[[], Step], timer: StepTime
         if not count:
             return
         # 2. cut or pad it to the same number of batches on all ranks
-        step = (step if step.batches else padding()).with_length(most_batches)
-        step.total = count
-        yield step
+        last = (step if step.batches else padding(last)).with_length(most_batches)
+        last.total = count
+        yield last
 
 
 def begin_epoch(source: DataSource, before: Sequence[Mapping[str, object]] = ()) -> list[dict[str, object]]:

@@ -139,7 +139,7 @@ class TrainingLoop:
         self._evaluate_if_due()  # the evaluation that the interrupted run had not completed
         timer, device = self.reporter.timer, self.parts.world.device
         aligned = rank_sync.aligned_steps(
-            train, steps, lambda: rank_sync.padding(train, self._last_step, device), timer
+            train, steps, lambda _: rank_sync.padding(train, self._last_step, device), timer
         )
         remaining = limits.remaining(aligned, position)
         while True:

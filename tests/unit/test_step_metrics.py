@@ -80,6 +80,6 @@ def test_both_reductions_of_a_step_of_a_stream_count_as_communication(monkeypatc
     source: Any = types.SimpleNamespace(is_counted=False)
     timer: Any = types.SimpleNamespace(add=calls.append)
     steps = iter([Step([Batch(torch.ones(2), 2, None)])])
-    (step,) = rank_sync.aligned_steps(source, steps, lambda: Step([]), timer)
+    (step,) = rank_sync.aligned_steps(source, steps, lambda _: Step([]), timer)
     assert step.total == 2
     assert calls == ["data", "reduce", "reduce", "communication", "data", "reduce", "communication"]
