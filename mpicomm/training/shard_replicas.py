@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from mpicomm.collective_ops import collectives, point_to_point
@@ -120,9 +119,7 @@ class ShardReplicas:
             {shard: [(tensor.shape, tensor.dtype) for tensor in tensors] for shard, tensors in shards.items()}
         )
         # 2. assemble one tensor after the other, and take this rank's part of it
-        model: Any
-        optimizer: Any
-        model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
+        model, optimizer = state.model_and_optimizer(parts)
         content = {"model": model, "optimizer": optimizer}
         targets = dict(_tensors_in(content))
         kept = set()
@@ -141,13 +138,7 @@ class ShardReplicas:
             name: values for name, values in optimizer["state"].items() if ("optimizer", name) in kept
         }
         optimizer["param_groups"] = description.groups
-        set_state_dict(
-            parts.wrapped.inner,
-            parts.optimizer,
-            model_state_dict=model,
-            optim_state_dict=optimizer,
-            options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
-        )
+        state.load_model_and_optimizer(parts, model, optimizer)
         state.load_shared_state(parts, description.run)
         return True
 
@@ -174,7 +165,7 @@ def newest_complete(held: Sequence[Sequence[HeldShards]]) -> tuple[Version | Non
 
 def _copied(parts: Assembly, *, has_callbacks: bool) -> tuple[_Description, list[torch.Tensor]]:
     """Return the description of the shards, and copies of the tensors of this rank's shard in host memory."""
-    model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
+    model, optimizer = state.model_and_optimizer(parts)
     named = list(_tensors_in({"model": model, "optimizer": optimizer}))
     tensors = [parallel.local(tensor).detach().to("cpu", copy=True).contiguous() for _, tensor in named]
     are_sharded = [isinstance(tensor, DTensor) for _, tensor in named]

@@ -118,7 +118,7 @@ def collect(parts: Assembly, evaluating: Callable[[], AbstractContextManager[obj
             training are then in the entry `training`.
     """
     is_without_state = not parts.optimizer.state
-    model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
+    model, optimizer = model_and_optimizer(parts)
     if is_without_state:  # torch has made one by a step with zero gradients, which Adam counts
         parts.optimizer.state.clear()
         optimizer["state"] = {}
@@ -144,6 +144,22 @@ def collect(parts: Assembly, evaluating: Callable[[], AbstractContextManager[obj
         "hook": parts.wrapped.hook_state,
     }
     return {**tensors, **checkpoint.pickled({"run": run, f"rank {parts.world.rank}": own})}
+
+
+def model_and_optimizer(parts: Assembly) -> tuple[Any, Any]:
+    """Return the states of the model and the optimizer, replicated or sharded; the tensors are not copies."""
+    return get_state_dict(parts.wrapped.inner, parts.optimizer)
+
+
+def load_model_and_optimizer(parts: Assembly, model: Any, optimizer: Any) -> None:
+    """Load the states of the model and the optimizer, in the form of `model_and_optimizer`."""
+    set_state_dict(
+        parts.wrapped.inner,
+        parts.optimizer,
+        model_state_dict=model,
+        optim_state_dict=optimizer,
+        options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
+    )
 
 
 def collect_replicated(parts: Assembly) -> dict[str, Any]:
@@ -211,9 +227,7 @@ def restore(checkpoints: Checkpoints, parts: Assembly, train: DataSource) -> Non
             )
         )
     # 2. load the model and the optimizer
-    model: Any
-    optimizer: Any
-    model, optimizer = get_state_dict(parts.wrapped.inner, parts.optimizer)
+    model, optimizer = model_and_optimizer(parts)
     checkpoints.check_model(model)
     with_state = checkpoints.parameters_with_state()
     optimizer["state"] = {name: value for name, value in optimizer["state"].items() if name in with_state}
@@ -226,13 +240,7 @@ def restore(checkpoints: Checkpoints, parts: Assembly, train: DataSource) -> Non
         content["callbacks"] = {name: value for name, value in tensors.items() if value}
     checkpoints.load(content)
     run["callbacks"] = {name: checkpoint.unpack(raw, [*tensors[name].values()]) for name, raw in packed.items()}
-    set_state_dict(
-        parts.wrapped.inner,
-        parts.optimizer,
-        model_state_dict=content[weights],
-        optim_state_dict=content["optimizer"],
-        options=StateDictOptions(strict=False),  # a parameter that never had a gradient has no state
-    )
+    load_model_and_optimizer(parts, content[weights], content["optimizer"])
     # 3. restore the objects that all ranks share, then those of each rank
     load_shared_state(parts, run)
     owns = [objects[f"rank {rank}"] for rank in range(run["ranks"])]
