@@ -44,21 +44,17 @@ def make_source(
     """
     if isinstance(data, DataLoader):
         return _source_of_loader(data, options, data_rank, shard, may_drop)
-    is_iterable = isinstance(data, IterableDataset)
-    if is_iterable:
+    if isinstance(data, IterableDataset):
         return IterableSource(data, options, data_rank, shard)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         if shard is False:
-            shuffle = options.shuffle if len(data) else None  # RandomSampler refuses empty datasets
-            workers, pin_memory = options.num_workers, options.pin_memory
-            start = functools.partial(start_worker, None)
             loader = DataLoader(
                 data,
                 options.batch_size,
-                shuffle,
-                num_workers=workers,
-                pin_memory=pin_memory,
-                worker_init_fn=start if workers else None,
+                options.shuffle if len(data) else None,  # RandomSampler refuses empty datasets
+                num_workers=options.num_workers,
+                pin_memory=options.pin_memory,
+                worker_init_fn=functools.partial(start_worker, None),
             )
             return LoaderSource(loader, options, data_rank)
         return IndexedSource(data, options, data_rank)
