@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -168,7 +168,8 @@ def _tried(operation: MeasuredOperation, backend: Backend, bench: Bench, *, asyn
     call: Call | None = None
     why = ""
     try:
-        call = _waiting(backend(operation, True)) if asynchronous else backend(operation, False)
+        start = backend(operation, asynchronous)
+        call = (lambda: start().wait()) if asynchronous else start
         call()
         bench.settle()
     except _REFUSALS as error:
@@ -193,10 +194,6 @@ def _wrong_after(operation: MeasuredOperation, call: Call, bench: Bench) -> int:
 def _write_zeros(operation: MeasuredOperation) -> None:
     operation.receive.zero_()
     operation.send.zero_()
-
-
-def _waiting(start: Callable[[], Any]) -> Call:
-    return lambda: start().wait()
 
 
 def _row(operation: MeasuredOperation, backend: str, times: timing.Times, wrong: int, hidden: float | None) -> SweepRow:

@@ -130,7 +130,8 @@ def check(facts: GPUFacts) -> list[Finding]:
     if facts.hidden_by:
         message = f"{facts.hidden_by} hides the GPUs of this host"
         return [warning("GPUs", message, "Unset it, or ask the scheduler for GPUs, to use them.")]
-    reason = f"{facts.assigned} assigns GPUs" if facts.assigned else f"this host has {_count(facts)}"
+    count = facts.devices or len(facts.listed)
+    reason = f"{facts.assigned} assigns GPUs" if facts.assigned else f"this host has {count} GPU{'s' * (count > 1)}"
     platform = facts.platform
     if not facts.build.startswith(platform):
         remedy = f"Install a torch with {platform}: https://pytorch.org/get-started shows the command for this driver."
@@ -161,8 +162,3 @@ def _format_gpus(facts: GPUFacts) -> str:
     version = facts.listed[0].rpartition(", ")[::2] if facts.listed else ("", "")
     parts = [f"{count} x {name}" for name, count in models.items()]
     return ", ".join([*parts, *filter(None, [facts.build, f"driver {version[1]}" if version[0] else ""])])
-
-
-def _count(facts: GPUFacts) -> str:
-    count = facts.devices or len(facts.listed)
-    return f"{count} GPU{'s' if count > 1 else ''}"

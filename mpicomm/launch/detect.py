@@ -225,8 +225,9 @@ def _problem_with_claims(
         return None
     claims = "\n".join(f"  {claim.title}: {claim.shown}" for claim in launch.claims)
     started = launch.least_size
+    were = "process was" if started == 1 else "processes were"
     return (
-        f"the launcher and MPI disagree: {_many(started)} started, but MPI reports rank {rank} of {size}.\n"
+        f"the launcher and MPI disagree: {started} {were} started, but MPI reports rank {rank} of {size}.\n"
         f"{claims}\n"
         f"  MPI: rank {rank} of {size} ({library.title})\n"
         f"{containers.connection_hint(environ)}"
@@ -359,7 +360,3 @@ def _remedy(launch: Launch, environ: Mapping[str, str], library: Library, size: 
     else:
         start = f"{library.mpiexec} -n {size} {command}"
     return f"Use the launcher that belongs to the library:\n  {start}"
-
-
-def _many(number: int) -> str:
-    return "1 process was" if number == 1 else f"{number} processes were"

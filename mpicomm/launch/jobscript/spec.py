@@ -166,7 +166,8 @@ class JobSpec:
                 object.__setattr__(self, field, options.memory(text))
         _check_resources(self)
         _check_time(self)
-        _check_mail(self)
+        for event in self.mail_types:
+            check_choice("--mail-type", event, self.system.mail_types)
         _check_variables(self)
         _check_command(self)
         _check_scheduler(self)
@@ -189,7 +190,8 @@ class JobSpec:
     @property
     def title(self) -> str:
         """Job name; the name of the program by default."""
-        return self.name or _name_of(self.command if self.torchrun is None else ("torchrun", *self.torchrun[1]))
+        name = program_name(self.command if self.torchrun is None else ("torchrun", *self.torchrun[1]))
+        return self.name or re.sub(r"[^\w.+-]|^[.+-]", "_", name, flags=re.ASCII)[:64] or "job"
 
     @property
     def torchrun(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -349,11 +351,6 @@ def _check_time(spec: JobSpec) -> None:
         )
 
 
-def _check_mail(spec: JobSpec) -> None:
-    for event in spec.mail_types:
-        check_choice("--mail-type", event, spec.system.mail_types)
-
-
 def _check_variables(spec: JobSpec) -> None:
     indices = [system.array_index for system in SCHEDULERS.values() if system.array_index]
     try:
@@ -501,7 +498,3 @@ def _check_lsf(spec: JobSpec) -> None:
         raise ValueError(f"--array {spec.array}: LSF accepts indices from 1; expected 1-9")
     if spec.array and spec.requeue:
         raise ValueError("--array and --requeue: LSF cannot resubmit one job of an array; remove one of the two")
-
-
-def _name_of(command: tuple[str, ...]) -> str:
-    return re.sub(r"[^\w.+-]|^[.+-]", "_", program_name(command), flags=re.ASCII)[:64] or "job"
