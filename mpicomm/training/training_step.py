@@ -13,7 +13,7 @@ from torch import nn
 
 from mpicomm import arguments
 from mpicomm.training import batches, parallel, randomness
-from mpicomm.training.batches import LossFunction, OwnStep
+from mpicomm.training.batches import LossFunction, ModelArguments, OwnStep
 from mpicomm.training.data import Batch, Step
 from mpicomm.training.step_metrics import LOSS, StepTimer
 
@@ -123,11 +123,8 @@ class TrainingStep:
         returns_loss = self.loss_fn is None
         content = batches.moved(batch.content, self._device)
         inputs = batches.model_arguments(content, None if returns_loss else self._options.target_key)
-        if self._is_first_call:
-            batches.check_arguments(self._wrapped.inner, inputs)
-            self._is_first_call = False
         with self.parts.precision.arithmetic():
-            outputs = model(*inputs.args, **inputs.kwargs)
+            outputs = self._call(model, inputs)
             loss = batches.loss_in(outputs) if self.loss_fn is None else self.loss_fn(outputs, inputs.targets)
         return batches.check_loss(loss, is_of_model=returns_loss), outputs, inputs.targets
 
@@ -166,11 +163,15 @@ class TrainingStep:
         returns_loss = self.loss_fn is None and self._own_step is None
         target_key = self._options.target_key if has_targets and not returns_loss else None
         inputs = batches.model_arguments_without_targets(content, target_key)
+        with self.parts.precision.arithmetic():
+            return self._call(model, inputs)
+
+    def _call(self, model: Any, inputs: ModelArguments) -> Any:
+        """Return the model's outputs, after checking that the first batch fits its signature."""
         if self._is_first_call:
             batches.check_arguments(self._wrapped.inner, inputs)
             self._is_first_call = False
-        with self.parts.precision.arithmetic():
-            return model(*inputs.args, **inputs.kwargs)
+        return model(*inputs.args, **inputs.kwargs)
 
     def accumulate(self, step: Step, count: int, timer: StepTimer) -> bool:
         """Accumulate the gradients of the batches, and return whether their losses are finite (collective).
