@@ -80,11 +80,9 @@ class DDPModel:
         with _evaluating(self.inner):
             yield self._alone
 
-    @contextlib.contextmanager
-    def unsynchronized(self) -> Iterator[None]:
+    def unsynchronized(self) -> contextlib.AbstractContextManager[None]:
         """Disable gradient synchronization in the block, for all but the last backward pass of a step."""
-        with self._ddp.no_sync():
-            yield
+        return self._ddp.no_sync()
 
     def check_backward(self) -> None:
         """Do nothing: DDP hooks into the parameters, so it works with any outputs of the model."""
