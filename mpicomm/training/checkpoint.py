@@ -96,12 +96,9 @@ class Checkpoints:
         try:
             self._run_directory = RunDirectory(self.directory, keep)
             return self._run_directory.newest(), None
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             self._release()
-            return None, error
-        except OSError as error:
-            self._release()
-            return None, self._unusable(0, str(error))
+            return None, error if isinstance(error, CheckpointError) else self._unusable(0, str(error))
 
     def _probe_directory(self) -> None:
         """Check that each rank sees a file of rank 0 in the directory, and can write to it (collective)."""

@@ -201,9 +201,8 @@ class Reporter:
 
     def step_evaluation(self, position: Position, metrics: Mapping[str, float]) -> None:
         """Report an evaluation within an epoch."""
-        self.write(
-            "step_eval", position, f"step {position.step}: {_format_metrics(metrics, {'eval_samples'})}", **metrics
-        )
+        line = f"step {position.step}: {_format_metrics(metrics, {'eval_samples'})}"
+        self.write("step_eval", position, line, **metrics)
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
