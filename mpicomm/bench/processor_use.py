@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mpicomm import host_info
+from mpicomm import agreement, host_info
 from mpicomm.bench.timing import Bench
 from mpicomm.job.session import World
 
@@ -70,11 +70,8 @@ def times_now() -> ProcessorTimes:
 def since(start: ProcessorTimes, bench: Bench, world: World) -> list[HostUse]:
     """Return the use of the CPUs of each node since a sample of each rank, on every rank (collective)."""
     gathered: list[Any] = bench.gather((start, times_now(), os.sched_getaffinity(0)))
-    by_node: dict[int, list[int]] = {}
-    for rank, node in enumerate(world.nodes):
-        by_node.setdefault(node, []).append(rank)
     uses = []
-    for ranks in by_node.values():
+    for ranks in agreement.ranks_by_value(world.nodes, range(len(world.nodes))).values():
         cpus: set[int] = set().union(*[gathered[rank][2] for rank in ranks])
         others = _others([gathered[rank][:2] for rank in ranks], cpus)
         uses.append(HostUse(world.hosts[ranks[0]], len(ranks), len(cpus), others))
