@@ -7,7 +7,6 @@ import selectors
 import time
 
 from mpicomm.arguments import Deadline
-from mpicomm.json_messages import Message
 from mpicomm.recorder import rank_text
 from mpicomm.recorder.status import Status
 from mpicomm.watchdog import connection
@@ -97,31 +96,24 @@ class JobObserver:
     def _receive(self) -> JobStatus | None:
         messages, lost = self._connection.receive()
         for message in messages:
-            if (status := self._handle(message)) is not None:
-                return status
+            match message:
+                case StatusReport():
+                    self._statuses[message.rank] = message.status
+                case StatusRefused():
+                    raise OSError(f"job {self.job.name} refuses the request: {message.reason}")
+                case StatusComplete():
+                    hosts = message.hosts.items()
+                    host_of = {rank: host for host, ranks in hosts for rank in rank_text.parse_ranges(ranks)}
+                    ranks = sorted(self._statuses)
+                    statuses = [self._statuses[rank] for rank in ranks]
+                    seconds = time.monotonic() - (self._asked or 0.0)
+                    self._asked = None
+                    return JobStatus(self.job, [host_of[rank] for rank in ranks], statuses, seconds)
         if lost:
             raise ConnectionError(
                 f"job {self.job.name} has ended, or is recovering from a failure.\n"
                 f"Run the command again to see whether it continues."
             )
-        return None
-
-    def _handle(self, message: Message) -> JobStatus | None:
-        match message:
-            case StatusReport():
-                self._statuses[message.rank] = message.status
-            case StatusRefused():
-                raise OSError(f"job {self.job.name} refuses the request: {message.reason}")
-            case StatusComplete():
-                host_of = {
-                    rank: host for host, ranks in message.hosts.items() for rank in rank_text.parse_ranges(ranks)
-                }
-                ranks = sorted(self._statuses)
-                seconds = time.monotonic() - (self._asked or 0.0)
-                self._asked = None
-                return JobStatus(
-                    self.job, [host_of[rank] for rank in ranks], [self._statuses[rank] for rank in ranks], seconds
-                )
         return None
 
     def _silence(self, seconds: float) -> OSError:

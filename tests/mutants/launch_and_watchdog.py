@@ -1162,7 +1162,7 @@ else:
         tests="tests/unit/test_native.py -k other_sources",
     ),
     Mutant(
-        "JobObserver._handle",
+        "JobObserver._receive",
         old='raise OSError(f"job {self.job.name} refuses the request: {message.reason}")',
         fault="`mpicomm top` waits for a job that has refused its request, instead of an error with the reason.",
         tests="tests/unit/test_observers.py -k refusal_is_an_error",
