@@ -53,7 +53,8 @@ def _data(
     start = min((operation.called for dump in dumps for operation in dump.operations), default=0.0)
     end = max((operation.end for dump in dumps for operation in dump.operations), default=0.0)
     waits_of = {id(wait.operation): wait for wait in all_waits}
-    details, texts = _Table(), _Table()
+    details: dict[Any, int] = {}  # distinct rows, to which the columns of the page refer by index
+    texts: dict[Any, int] = {}
     numbers: dict[int, int] = {}  # by the id of an operation
     ranks = []
     for dump in dumps:
@@ -68,8 +69,8 @@ def _data(
         "duration": max(1, _nanoseconds(end - start)),
         "straggler": None if straggler is None else straggler["rank"],
         "ranks": ranks,
-        "details": [dict(zip(_DETAILS, row, strict=True)) for row in details.rows],
-        "texts": list(texts.rows),
+        "details": [dict(zip(_DETAILS, row, strict=True)) for row in details],
+        "texts": list(texts),
         "messages": {
             "send": [numbers[id(arrow.send)] for arrow in arrows],
             "receive": [numbers[id(arrow.receive)] for arrow in arrows],
@@ -77,23 +78,18 @@ def _data(
     }
 
 
-class _Table:
-    """Distinct rows, to which the columns of the page refer by index."""
-
-    def __init__(self) -> None:
-        self.rows: dict[Any, int] = {}  # in the order of the indices
-
-    def index(self, row: Any) -> int:
-        return self.rows.setdefault(row, len(self.rows))
+def _index(rows: dict[Any, int], row: Any) -> int:
+    """Return the index of a row; a new row is the last one."""
+    return rows.setdefault(row, len(rows))
 
 
-def _columns(operations: Sequence[DumpedOperation], start: float, details: _Table) -> dict[str, list[int]]:
+def _columns(operations: Sequence[DumpedOperation], start: float, details: dict[Any, int]) -> dict[str, list[int]]:
     called = [_nanoseconds(operation.called - start) for operation in operations]
     return {
         "called": [moment - before for before, moment in itertools.pairwise([0, *called])],
         "length": [_nanoseconds(operation.end - operation.called) for operation in operations],
         "queued": [_nanoseconds(_queued_seconds(operation)) for operation in operations],
-        "detail": [details.index(tuple(operation.fields[name] for name in _DETAILS)) for operation in operations],
+        "detail": [_index(details, tuple(operation.fields[name] for name in _DETAILS)) for operation in operations],
         "sequence": [-1 if operation.key is None else operation.key[2] for operation in operations],
     }
 
@@ -104,7 +100,7 @@ def _queued_seconds(operation: DumpedOperation) -> float:
 
 
 def _wait_columns(
-    operations: Sequence[DumpedOperation], waits_of: Mapping[int, RankWait], texts: _Table
+    operations: Sequence[DumpedOperation], waits_of: Mapping[int, RankWait], texts: dict[Any, int]
 ) -> dict[str, list[int]]:
     pairs = [
         (index, wait) for index, operation in enumerate(operations) if (wait := waits_of.get(id(operation))) is not None
@@ -113,7 +109,7 @@ def _wait_columns(
         "operation": [index for index, _ in pairs],
         "offset": [_nanoseconds(wait.start - wait.operation.called) for _, wait in pairs],
         "length": [_nanoseconds(wait.end - wait.start) for _, wait in pairs],
-        "text": [texts.index(job_trace.name_wait(wait)) for _, wait in pairs],
+        "text": [_index(texts, job_trace.name_wait(wait)) for _, wait in pairs],
     }
 
 
