@@ -31,9 +31,13 @@ def print_message(command: str, message: object) -> None:
     try:
         print(f"mpicomm {command}: {message}", file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):
-            # Python writes the rest of the buffer at exit, and would exit with status 120 if that fails.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Redirect a stream to /dev/null: Python writes its buffer at exit, and would exit with status 120."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def failed(command: str, why: object) -> int:

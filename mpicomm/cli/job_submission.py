@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from mpicomm.cli.console import FAILED, failed, print_message
+from mpicomm.cli.console import FAILED, discard, failed, print_message
 from mpicomm.launch import queries
 from mpicomm.launch.jobscript import JobSpec
 from mpicomm.launch.jobscript.queues import QUEUES, QueueState, SchedulerQueue, directories
@@ -113,18 +113,12 @@ def _print_id(job: JobSpec, job_id: str) -> bool:
             raise OSError("it is closed")
         print(job_id, flush=True)
     except (OSError, ValueError) as error:
-        _discard_stdout()
+        discard(sys.stdout)
         cancellation = QUEUES[job.scheduler].cancellation(job_id)
         text = f"submitted job {job_id}, but cannot print its ID on standard output: {error}"
         print_message(f"job {job.scheduler}", f"{text}; cancel it with: {cancellation}")
         return False
     return True
-
-
-def _discard_stdout() -> None:
-    """Redirect standard output to /dev/null: Python writes its buffer at exit, and would exit with status 120."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _wait(job: JobSpec, job_id: str, earlier: Mapping[int, _Version], *, follows: bool) -> int:
@@ -149,7 +143,7 @@ def _wait(job: JobSpec, job_id: str, earlier: Mapping[int, _Version], *, follows
             print_message(command, f"interrupted; job {job_id} continues; {cancellation}")
             return _INTERRUPTED
     except OSError as error:  # of the standard output
-        _discard_stdout()
+        discard(sys.stdout)
         is_closed = isinstance(error, BrokenPipeError)
         reason = "nothing reads the output" if is_closed else f"cannot print the output: {error.strerror}"
         if state is None:
