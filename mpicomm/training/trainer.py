@@ -597,19 +597,16 @@ class Trainer:
 
     @contextlib.contextmanager
     def _opened_data_outside_fit(
-        self,
-        data: Any,
-        shard: bool | None,
-        call: str,
-        *,
-        may_drop: bool = True,
-        arguments: Mapping[str, object] | None = None,
+        self, data: Any, shard: bool | None, call: str, **keywords: Any
     ) -> Iterator[DataSource]:
-        """Open the data of `evaluate` or `predict`, and enter the contexts of the callbacks."""
+        """Open the data of `evaluate` or `predict`, and enter the contexts of the callbacks.
+
+        Args:
+            **keywords: The keyword arguments of `_opened_data`.
+        """
         if self._recovering_calls is not None:
             self._recovering_calls.check_state()
-        options = self._evaluation_options
-        with self._opened_data(data, options, shard, call, "data", may_drop=may_drop, arguments=arguments) as source:
+        with self._opened_data(data, self._evaluation_options, shard, call, "data", **keywords) as source:
             if self._recovering_calls is not None:
                 self._recovering_calls.seed_at("evaluation", self.position.step)
             with self._callbacks.evaluating(self):
