@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import os
 import shutil
 import socket
@@ -181,11 +180,19 @@ def try_on_hosts(
     # The user's arguments may fit the ranks only, as masks of CPUs do; at some sites nothing starts without them.
     plain = dataclasses.replace(trial, launcher_arguments=())
 
-    try_on = functools.partial(_try_on_host, environ=environ, is_step=is_step, in_own_session=in_own_session)
+    def try_once(host: Host, single: Request) -> str:
+        try:
+            start = build(node_range.place(single, [Host(host.name, 1)], is_step=is_step), environ)
+            status, _ = run_briefly(start, in_own_session=in_own_session)
+        except (LaunchError, OSError) as error:
+            return str(error)
+        if status is None:
+            return f"{start.command[0]} timed out after {_BRIEF_SECONDS:.0f} s"
+        return f"{start.command[0]} exited with status {status}" if status else ""
 
     def attempt(host: Host) -> str:
-        reason = try_on(host, plain)
-        return reason and (reason if plain == trial else try_on(host, trial))
+        reason = try_once(host, plain)
+        return reason and (reason if plain == trial else try_once(host, trial))
 
     with concurrent.futures.ThreadPoolExecutor(_TRIALS) as pool:
         return dict(zip(hosts, pool.map(attempt, hosts), strict=True))
@@ -197,19 +204,6 @@ def _unlogged(request: Request, program: tuple[str, ...]) -> Request:
     variables = request.variables if request.container is None else outside_container(request.variables)
     own = dataclasses.replace(request, program=program, launcher_arguments=arguments, variables=variables)
     return dataclasses.replace(own, log_dir=None, tag_output=False, bind=None, container=None, sets_variables=False)
-
-
-def _try_on_host(
-    host: Host, request: Request, environ: Mapping[str, str], *, is_step: bool, in_own_session: bool
-) -> str:
-    try:
-        start = build(node_range.place(request, [Host(host.name, 1)], is_step=is_step), environ)
-        status, _ = run_briefly(start, in_own_session=in_own_session)
-    except (LaunchError, OSError) as error:
-        return str(error)
-    if status is None:
-        return f"{start.command[0]} timed out after {_BRIEF_SECONDS:.0f} s"
-    return f"{start.command[0]} exited with status {status}" if status else ""
 
 
 def run_briefly(start: Start, seconds: float | None = None, *, in_own_session: bool = False) -> tuple[int | None, str]:
