@@ -60,34 +60,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("--hosts", metavar="A:4,B:4", help="hosts, and the number of ranks on each")
     hosts.add_argument("--hostfile", metavar="F", help="hosts in a file: `a slots=4` or `a:4` on each line")
-    parser.add_argument(
-        "--env",
-        metavar="NAME[=VALUE]",
-        action="append",
-        default=[],
-        help="pass this variable to the ranks on all hosts; repeat for more",
-    )
+    _add_repeated(parser, "--env", "NAME[=VALUE]", "pass this variable to the ranks on all hosts")
     _add_container_options(parser)
     parser.add_argument(
         "--launcher",
         choices=selection.LAUNCHERS,
         help="the launcher that starts the ranks (default: that of the scheduler, or the mpiexec of the MPI in use)",
     )
-    parser.add_argument(
+    _add_repeated(
+        parser,
         foreign_options.LAUNCHER_ARGUMENT,
-        metavar="ARG",
-        action="append",
-        default=[],
+        "ARG",
+        "pass this argument to the launcher, after the options that mpicomm run passes",
         type=_launcher_argument,
-        help="pass this argument to the launcher, after the options that mpicomm run passes; repeat for more",
     )
-    parser.add_argument(
+    _add_repeated(
+        parser,
         "--no-env",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="start the ranks on all hosts as if this variable were not set; NAME may be a pattern, as in 'NCCL_*'; "
-        "repeat for more",
+        "NAME",
+        "start the ranks on all hosts as if this variable were not set; NAME may be a pattern, as in 'NCCL_*'",
     )
     parser.add_argument(
         foreign_options.BIND,
@@ -179,13 +170,18 @@ def _add_container_options(parser: argparse.ArgumentParser) -> None:
         choices=tuple(RUNTIMES),
         help="runtime of the containers (default: an installed one that is made for the image)",
     )
-    parser.add_argument(
+    _add_repeated(
+        parser,
         "--container-bind",
-        metavar="PATH[:TARGET[:ro]]",
-        action="append",
-        default=[],
-        help="make a path of the hosts visible in the containers, as the working directory is; repeat for more",
+        "PATH[:TARGET[:ro]]",
+        "make a path of the hosts visible in the containers, as the working directory is",
     )
+
+
+def _add_repeated(parser: argparse.ArgumentParser, option: str, metavar: str, purpose: str, **others: Any) -> None:
+    """Add an option whose values, one for each time that it is passed, are a list."""
+    purpose += "; repeat for more"
+    parser.add_argument(option, metavar=metavar, action="append", default=[], help=purpose, **others)
 
 
 def _translated(parser: Parser, line: Sequence[str]) -> list[str]:
