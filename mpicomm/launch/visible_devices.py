@@ -88,8 +88,8 @@ def _select_level_zero(environ: Mapping[str, str], partitions: Sequence[int]) ->
     # The valid entries, and the device that each of them selects. By default (FLAT) every tile is a device.
     gpu_of_device = list(range(len(tiles)))
     if environ.get("ZE_FLAT_DEVICE_HIERARCHY") == "COMPOSITE":
-        gpus = enumerate(tiles)
-        device_of = {entry: gpu for gpu, number in gpus for entry in (str(gpu), *_tiles_of(gpu, number))}
+        device_of = {str(gpu): gpu for gpu in gpu_of_device}
+        device_of |= {f"{gpu}.{tile}": gpu for gpu, number in enumerate(tiles) for tile in range(number)}
     else:
         gpu_of_device = [gpu for gpu, number in enumerate(tiles) for _ in range(number)]
         device_of = {str(tile): tile for tile in range(sum(tiles))}
@@ -97,10 +97,6 @@ def _select_level_zero(environ: Mapping[str, str], partitions: Sequence[int]) ->
     # Intel's driver skips invalid entries, and takes an empty mask for none.
     entries = [entry.strip() for entry in mask.split(",")] if mask else list(device_of)
     return [gpu_of_device[device] for device in sorted({device_of[entry] for entry in entries if entry in device_of})]
-
-
-def _tiles_of(gpu: int, number: int) -> list[str]:
-    return [f"{gpu}.{tile}" for tile in range(number)]
 
 
 def _listed(text: str | None, devices: Sequence[int | None], *, repeat_hides_all: bool = True) -> list[int | None]:
