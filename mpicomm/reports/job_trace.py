@@ -338,8 +338,8 @@ def trace(dumps: Sequence[RankDump]) -> dict[str, Any]:
         writer.add_rank(dump)
     for wait in waits(dumps):
         writer.add_wait(wait)
-    for arrow in sorted(arrows(dumps), key=lambda arrow: arrow.send.called):
-        writer.add_arrow(arrow)
+    for number, arrow in enumerate(sorted(arrows(dumps), key=lambda arrow: arrow.send.called), start=1):
+        writer.add_arrow(number, arrow)
     clocks = {f"rank {dump.rank}": f"{dump.clock}, error up to {dump.error * 1e6:.1f} us" for dump in dumps}
     return {"traceEvents": writer.events, "displayTimeUnit": "ns", "otherData": {"producer": "mpicomm", **clocks}}
 
@@ -351,7 +351,6 @@ class _Writer:
         self.events: list[dict[str, Any]] = []
         self._start = start
         self._threads: dict[int, dict[str, int]] = {}  # process and thread by the id of an operation
-        self._num_arrows = 0
 
     def add_rank(self, dump: RankDump) -> None:
         """Add the operations of a rank."""
@@ -369,17 +368,16 @@ class _Writer:
         start, end = self._time(wait.start), self._time(wait.end)
         self._add_slice(wait.operation, name_wait(wait), "wait", start, end, ranks=rank_text.name_ranks(wait.ranks))
 
-    def add_arrow(self, arrow: MessageArrow) -> None:
+    def add_arrow(self, number: int, arrow: MessageArrow) -> None:
         """Add an arrow from a send to the transfer of the message, the part of the receive after the send.
 
         Perfetto turns an arrow around that ends in a slice which began before the one in which it starts.
         """
-        self._num_arrows += 1
         send, receive = arrow.send, arrow.receive
         start, end = self._time(send.called), self._time(receive.end)
         first = max(start + 1, self._time(receive.called))
         self._add_slice(receive, "transfer", "message", first, end, **{"from": f"rank {send.rank}"})
-        common = {"name": "message", "cat": "message", "id": self._num_arrows}
+        common = {"name": "message", "cat": "message", "id": number}
         self.events.append({"ph": "s", **common, "ts": start / 1000, **self._threads[id(send)]})
         self.events.append({"ph": "f", "bp": "e", **common, "ts": (end - 1) / 1000, **self._threads[id(receive)]})
 
