@@ -111,9 +111,9 @@ class DataSource(abc.ABC):
     def total(self) -> int | None:
         """Return the number of samples of all ranks in an epoch; None if unknown. Unless `is_counted`, an estimate."""
 
-    @abc.abstractmethod
     def first(self) -> Step:
-        """Return any one batch, as material for padding; an empty step if this rank has no data."""
+        """Return any one batch, as material for padding; an empty step without data, or if no rank needs padding."""
+        return Step([])
 
     def close(self) -> None:
         """Terminate the worker processes."""

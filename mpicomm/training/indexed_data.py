@@ -157,10 +157,6 @@ class IndexedSource(DataSource):
         """Return the number of samples of all ranks in an epoch."""
         return max(end for _, end in self.partition.bounds(0))
 
-    def first(self) -> Step:
-        """Return an empty step: every rank has samples in every step and needs no padding."""
-        return Step([])
-
     def order(self, epoch: int) -> torch.Tensor:
         """Return the indices of an epoch's samples in their order, the same on all ranks.
 
