@@ -356,10 +356,17 @@ def revoke_all() -> None:
             revoke(comm)
 
 
-def revoke(comm: Intracomm) -> None:
-    """Revoke one communicator, if MPI continues after failures, so that blocked calls on it return on all ranks."""
-    if tolerates_failures() and comm and not comm.Is_revoked():
+def revoke(comm: Intracomm) -> bool:
+    """Revoke one communicator, if MPI continues after failures, so that blocked calls on it return on all ranks.
+
+    Returns:
+        Whether it is revoked.
+    """
+    if not tolerates_failures() or not comm:
+        return False
+    if not comm.Is_revoked():
         comm.Revoke()
+    return True
 
 
 def forget_revoked() -> None:
@@ -408,12 +415,12 @@ def is_truncation(error: BaseException) -> bool:
 
 def is_revocation(error: BaseException) -> bool:
     """Return whether an error is MPI_ERR_REVOKED: a rank has revoked the communicator."""
-    return _has_class(error, "ERR_REVOKED")
+    return _has_class(error, "ERR_REVOKED") and tolerates_failures()
 
 
 def _has_class(error: BaseException, name: str) -> bool:
     mpi = api()
-    return isinstance(error, mpi.Exception) and error.Get_error_class() == getattr(mpi, name, None)
+    return isinstance(error, mpi.Exception) and error.Get_error_class() == getattr(mpi, name)
 
 
 def poll(done: Callable[[], bool], wait: float | Deadline, *, longest_pause: float = 1e-3) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import Sampler
 
+from mpicomm import mpi
 from mpicomm.errors import RankFailedError
 from mpicomm.horovod import context
 from mpicomm.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -345,7 +346,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 needs_sync = not interrupt.skip_sync
             except (HorovodInternalError, RankFailedError) as error:
                 if not _has_failed_rank():
-                    if state.num_commits == commits_at_error:
+                    if state.num_commits == commits_at_error or _others_wait(error):
                         raise
                     commits_at_error = state.num_commits
                     _report(error)
@@ -364,6 +365,12 @@ def _warn_without_recovery() -> None:
             "Start it with `mpicomm run --horovod --fault-tolerant`.",
             stacklevel=3,
         )
+
+
+def _others_wait(error: Exception) -> bool:
+    """Return whether the error has occurred on this rank, and the other ranks wait for it as they cannot be told."""
+    cause = error.__cause__
+    return cause is not None and not isinstance(cause, HorovodInternalError) and not mpi.tolerates_failures()
 
 
 def _report(error: Exception) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.launching import run_ranks
+from mpicomm import mpi
+from tests.launching import run_command, run_ranks
 
 SIZE = 3
 SCRIPT = """
@@ -77,3 +81,37 @@ def test_a_group_that_is_aborted_with_something_in_flight() -> None:
             assert f"{case}: rank {rank}: {message} on rank 0" in outcome.stdout, outcome
         for rank in range(SIZE):
             assert f"{case}: rank {rank}: ends with {SIZE**2}\n" in outcome.stdout, outcome
+
+
+# The first operation of a group does not use shared memory: rank 1 waits in MPI, as rank 2 does for its message.
+BLOCKED = """
+import sys, time
+import torch
+import torch.distributed as dist
+import mpicomm
+
+world = mpicomm.bootstrap()
+group = dist.new_group(list(range(world.size)))
+dist.barrier()
+try:
+    if world.rank == 0:
+        time.sleep(0.5)
+        group.abort()
+    elif world.rank == 1:
+        dist.all_reduce(torch.ones(4), group=group)
+    else:
+        dist.recv(torch.ones(4), 0, group=group)
+except mpicomm.MpicommError as error:
+    sys.stdout.write(f"rank {world.rank}: {error}\\n")
+dist.barrier()
+"""
+
+
+@pytest.mark.skipif("Open MPI" not in mpi.library().vendor, reason="needs ULFM")
+def test_calls_of_other_ranks_end_if_mpi_continues_after_failures(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BLOCKED)
+    outcome = run_command([sys.executable, "-m", "mpicomm", "run", "--fault-tolerant", "-n", "3", str(script)])
+    assert outcome.status == 0, outcome
+    for rank in (1, 2):
+        assert f"rank {rank}: group 1 cannot be used any more: it was aborted on rank 0.\n" in outcome.stdout, outcome

@@ -268,6 +268,16 @@ def test_training_continues_on_all_ranks_after_a_round_failed_on_one(tmp_path: P
     assert outcome.stderr.count("cannot be used any more: it was aborted on rank 1.") >= 2, outcome
 
 
+def test_a_job_without_recovery_ends_after_a_round_failed_on_one(tmp_path: Path) -> None:
+    """The other ranks wait in MPI, which cannot end their calls."""
+    script = tmp_path / "script.py"
+    script.write_text(FAILS_ON_ONE_RANK)
+    outcome = run_command([*RUN, "-np", "2", str(script)])
+    assert outcome.status == 1, outcome
+    assert "rank 1 of 2 on " in outcome.stderr, outcome
+    assert "MemoryError: no memory for the words" in outcome.stderr, outcome
+
+
 @pytest.mark.parametrize(
     ("environ", "options"),
     [

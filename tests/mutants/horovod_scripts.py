@@ -135,12 +135,31 @@ if not isinstance(error, RankFailedError):
     ),
     Mutant(
         "GroupState.fail",
-        old="""
-if mpi.is_revocation(error):
-    check_unbroken(self.record)
-""",
+        old="check_revoked(error, self.record)",
+        new="None",
         fault="The error on the other ranks does not say which rank has aborted the group.",
-        tests="tests/launch/test_horovod_scripts.py -k failed_on_one",
+        tests="tests/launch/test_aborted_groups.py -k end_if",
+    ),
+    Mutant(
+        "message_work.error_of",
+        old="check_revoked(cause, operation.group)",
+        new="None",
+        fault="If another rank aborts the group of a message, the error advises to pass tensors of the same size.",
+        tests="tests/launch/test_aborted_groups.py -k end_if",
+    ),
+    Mutant(
+        "AlgorithmSelector.revoke",
+        old="mpi.revoke(comm)",
+        new="None",
+        fault="After an abort, ranks wait in the parts of a hierarchical operation.",
+        tests="tests/unit/test_algorithms.py -k aborted",
+    ),
+    Mutant(
+        "run.wrapper",
+        old="_others_wait(error)",
+        new="False",
+        fault="In a job without recovery, ranks wait for one whose round has failed.",
+        tests="tests/launch/test_horovod_scripts.py -k without_recovery",
     ),
     # -- elastic ------------------------------------------------------------------------------------------------------
     Mutant(

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 
+from mpicomm import mpi
 from mpicomm.backend.transfer import algorithms
 from mpicomm.backend.transfer.algorithms import Algorithm, Choices
 from mpicomm.settings import Settings
@@ -35,6 +36,15 @@ def test_a_group_that_another_thread_destroys_ends_a_wait() -> None:
     selector.close()
     with pytest.raises(RuntimeError, match="destroyed during the operation"):
         selector._advance()
+
+
+def test_all_communicators_of_an_aborted_group_are_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
+    revoked: list[object] = []
+    monkeypatch.setattr(mpi, "revoke", revoked.append)
+    selector = algorithms.AlgorithmSelector(mock.Mock(size=2), mock.Mock(), Settings())
+    selector._comms = [mock.Mock(), mock.Mock()]
+    selector.revoke()
+    assert revoked == selector._comms
 
 
 # A change of a threshold changes the bits of the results of users' programs.

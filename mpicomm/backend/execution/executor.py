@@ -348,7 +348,8 @@ class Executor:
             return
         self._state.is_open = False
         self._state.break_by("it was aborted")
-        mpi.revoke(self.comm)
+        is_revoked = mpi.revoke(self.comm)
+        self.algorithms.revoke()
         # 2. fail the queued operations and the in-flight messages
         self.messages.stop()
         error = MpicommError(f"group {self.record.name} was aborted before the operation completed.\nEnd the job.")
@@ -356,7 +357,7 @@ class Executor:
             self._worker.give_up(error)
         if not self._is_at_rest():
             mpi.abandon()
-        self.messages.give_up(error)
+        self.messages.give_up(error, is_revoked=is_revoked)
 
     def end_after_rank_failure(self, error: RankFailedError) -> None:
         """End the group without communication, after a rank has failed and all communicators are revoked.

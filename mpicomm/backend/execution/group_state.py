@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
 _LONGEST_PAUSE, _SHARE_OF_WAIT = 1e-3, 0.1  # between two checks of a barrier in slots: seconds, and of the wait so far
+_CAUSE_SECONDS = 5.0  # for the watchdog to report why another rank has revoked the communicator of a group
 _MONITORED_PAUSE = 1e-3  # seconds between two polls of a monitored barrier: the delay after the last rank has arrived
 
 
@@ -38,6 +39,22 @@ def check_unbroken(record: flight_recorder.Group) -> None:
     if failures is not None and failures.has_any.is_set():
         raise failures.error()
     raise MpicommError(f"{message}\nEnd the job.")
+
+
+def check_revoked(error: BaseException, record: flight_recorder.Group) -> None:
+    """Check that another rank has not aborted a group, which revokes its communicator.
+
+    Args:
+        error: The error of an operation.
+
+    Raises:
+        RankFailedError: If a rank has failed, and the job can be recovered.
+        MpicommError: If another rank has aborted the group, perhaps before the watchdog reports it.
+    """
+    if mpi.is_revocation(error):
+        mpi.poll(lambda: bool(record.broken), _CAUSE_SECONDS)
+        record.broken = record.broken or "another rank has aborted it"
+        check_unbroken(record)
 
 
 class GroupState:
@@ -88,8 +105,7 @@ class GroupState:
         """
         if isinstance(error, Exception):
             rank_failures.raise_if_failed(error)
-        if mpi.is_revocation(error):
-            check_unbroken(self.record)
+        check_revoked(error, self.record)
         if getattr(error, "is_on_all_ranks", False):
             return
         kind = type(error).__name__

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mpicomm import mpi, torch_internals
 from mpicomm.arguments import Deadline
+from mpicomm.backend.execution.group_state import check_revoked
 from mpicomm.backend.execution.posting_queue import PostingQueue
 from mpicomm.backend.execution.work import BackendWork, WaitTimeout, deadline_of
 from mpicomm.backend.gpu.transport import DeviceEvent
@@ -290,9 +291,12 @@ def error_of(transfer: Transfer, cause: Exception | None, count: int) -> Excepti
     """
     tensor, operation = transfer.tensor, transfer.operation
     if cause is not None:
-        return rank_failures.error_after(cause) or RuntimeError(
-            f"{_describe(transfer)} failed: {cause}.\nCheck that both ranks pass the same size."
-        )
+        try:
+            rank_failures.raise_if_failed(cause)
+            check_revoked(cause, operation.group)
+        except MpicommError as error:
+            return error
+        return RuntimeError(f"{_describe(transfer)} failed: {cause}.\nCheck that both ranks pass the same size.")
     return RuntimeError(
         f"recv: expected {tensor.numel()} elements of {dtypes.short(tensor.dtype)} from rank {operation.peer} "
         f"(tag {operation.tag}), got {count}.\nSend and receive tensors of the same size."

@@ -210,6 +210,11 @@ class AlgorithmSelector:
         self._comms[0].Iprobe()  # of the node, which has no messages: Open MPI makes no progress if it finds one
         check_unbroken(self._record)
 
+    def revoke(self) -> None:
+        """Let the calls of all ranks on the communicators of this object return, if MPI continues after failures."""
+        for comm in list(self._comms):
+            mpi.revoke(comm)
+
     def close(self) -> None:
         """Release the memory and the communicators (collective)."""
         self._choices.clear()
