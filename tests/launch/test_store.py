@@ -37,7 +37,7 @@ def own_port_mpicomm():
 
 def children():
     mpicomm.bootstrap(None)
-    child = "import torch.distributed as d; d.init_process_group('gloo'); print(d.get_world_size())"
+    child = "import torch.distributed as d; d.init_process_group('gloo'); d.barrier(); print(d.get_world_size())"
     ended = subprocess.run([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
     yield ended.stdout.strip()
 

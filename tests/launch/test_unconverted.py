@@ -67,6 +67,7 @@ import torch.multiprocessing as mp
 
 def work(rank):
     dist.init_process_group("gloo")
+    dist.barrier()
     print(f"child of {os.environ['RANK']}: {dist.get_rank()} of {dist.get_world_size()}", flush=True)
     dist.destroy_process_group()
 
