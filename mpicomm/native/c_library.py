@@ -80,6 +80,7 @@ class SlotState(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("lines", "slots")),
         *((name, ctypes.c_uint64) for name in ("slot_bytes", "split_bytes")),
         ("pause_ns", ctypes.c_int64),
+        ("soon_ns", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("rank", "size", "spins", "operation", "kind", "root", "divisor")),
         *((name, ctypes.c_int32) for name in ("stage", "is_wide", "is_list", "has_next", "has_waited")),
         *((name, ctypes.c_uint64) for name in ("signature", "number", "count", "most", "start")),

@@ -17,7 +17,6 @@
 #define MAX_ARGUMENTS 5
 #define NOTED_BYTES (1 << 17)  /* from this size on, autograd is notified of a write; it takes about a microsecond */
 #define QUICK_BYTES 4096       /* up to this size, a call that need not wait keeps the GIL */
-#define EAGER_BYTES 16384      /* up to this size, an asynchronous call gives its contribution before it returns */
 #define LIST_BIT ((uint64_t)1 << LIST_SHIFT)
 
 /* A method of torch's process groups. */
@@ -54,7 +53,7 @@ typedef struct {
     PyObject *on_wait, *explain;
     Group *slots;
     int rank, size, reduces_in_place, has_threads, above, is_closed;
-    uint64_t whole_bytes, step_bytes, kept_elements;
+    uint64_t whole_bytes, step_bytes, eager_bytes, kept_elements;
     uint64_t least[NUM_OPERATIONS][2]; /* the size from which the algorithm `above` is used, by operation and row */
     Handle comm;
 } PlainCalls;
@@ -389,10 +388,9 @@ static int prepare_barrier(const PlainCalls *self, PyObject *const *args, Call *
 
 /* -- running ---------------------------------------------------------------------------------------------------- */
 
-/* Whether a call in slots takes one step, and all of its tensors are small. */
-static int is_small(const PlainCalls *self, const Call *call, uint64_t bytes) {
-    uint64_t moved = call->numbers * call->dtype->item;
-    return call->nbytes <= bytes && call->written <= bytes && moved <= bytes && moved <= self->step_bytes;
+/* Whether none of the tensors of a call in slots is larger. */
+static int is_within(const Call *call, uint64_t bytes) {
+    return call->nbytes <= bytes && call->written <= bytes && call->numbers * call->dtype->item <= bytes;
 }
 
 /* Whether other ranks' blocks may be larger than that of this rank. */
@@ -420,7 +418,7 @@ static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on
         mpicomm_begin(slots, call->signature, call->source, call->out, call->numbers);
     else
         slots->source = call->source, slots->out = call->out; /* the tensors may have other memory now */
-    if (is_small(self, call, QUICK_BYTES) && !may_differ(call) && mpicomm_all_have_begun(slots)) {
+    if (is_within(call, QUICK_BYTES < self->step_bytes ? QUICK_BYTES : self->step_bytes) && !may_differ(call) && mpicomm_all_have_begun(slots)) {
         status = mpicomm_continue(slots);
     } else {
         Py_BEGIN_ALLOW_THREADS
@@ -513,6 +511,10 @@ static int run_in_python(PyObject *function, const Method *method, PyObject *con
     return result;
 }
 
+static int notify_autograd(const Call *call, PyObject *results) {
+    return call->written < NOTED_BYTES ? 0 : mpicomm_drop(PyObject_CallFunctionObjArgs(note_writes, results, NULL));
+}
+
 /* Run a call on this thread; -1 with an exception. The arguments are those of the method. */
 static int run(PlainCalls *self, const Call *call, PyObject *const *args, PyObject *results) {
     if (call->uses_slots) {
@@ -520,9 +522,7 @@ static int run(PlainCalls *self, const Call *call, PyObject *const *args, PyObje
         CHECK(status >= 0);
         if (status == UNAVAILABLE) /* a rank's tensor is not on the host */
             CHECK(run_in_python(self->run_by_mpi, call->method, args) == 0);
-        if (call->written >= NOTED_BYTES)
-            CHECK(mpicomm_drop(PyObject_CallFunctionObjArgs(note_writes, results, NULL)) == 0);
-        return 0;
+        return notify_autograd(call, results);
     }
     int error;
     Py_BEGIN_ALLOW_THREADS
@@ -767,7 +767,7 @@ static PyObject *complete_early(PlainCalls *self, const Call *call, QueuedCall *
     PyObject *work = NULL;
     if (mpicomm_end_record(record) < 0)
         fail_turn(self, record);
-    else if (end_turn(self) == 0)
+    else if (end_turn(self) == 0 && notify_autograd(call, queued->results) == 0)
         work = mpicomm_work(early_work, queued->results);
     if (work != NULL && (PyObject_SetAttr(work, n_queue, self->executor) < 0 || keep_alive(self, call, work) < 0 ||
                          mpicomm_add_to_batch(self->batch, work) < 0))
@@ -814,7 +814,7 @@ static PyObject *start(PlainCalls *self, Call *call, Prepare prepare, PyObject *
     int is_async = mpicomm_is_true(args[call->method->arguments], n_async), has_turn = 0;
     Py_ssize_t jobs = is_async < 0 ? -1 : PyObject_Size(self->jobs);
     int is_eager = is_async > 0 && self->has_threads && call->uses_slots && self->slots != NULL &&
-                   is_small(self, call, EAGER_BYTES);
+                   is_within(call, self->eager_bytes);
     if (jobs < 0)
         return NULL;
     if ((is_async && !is_eager) || jobs > 0) /* without threads, the queue raises an error */
@@ -886,9 +886,11 @@ static const char use_doc[] =
     "use(rows)\n--\n\nUse MPI below the sizes of `rows`, and from them on the general path.\n\n"
     "Args:\n    rows: For each operation, the smallest sizes in bytes for its native and for its converted form.";
 static const char use_slots_doc[] =
-    "use_slots(rows, address, step_bytes, on_wait, explain)\n--\n\nThe same, with slots from these sizes on.\n\n"
+    "use_slots(rows, address, step_bytes, eager_bytes, on_wait, explain)\n--\n\n"
+    "The same, with slots from these sizes on.\n\n"
     "Args:\n    address: Of the ctypes structure SlotState.\n"
     "    step_bytes: The largest block that moves in one step.\n"
+    "    eager_bytes: Up to this size, an asynchronous call begins before it returns.\n"
     "    on_wait: Called every millisecond while other ranks are late; may raise an exception.\n"
     "    explain: Raises the error of ranks that call different operations.";
 
@@ -933,11 +935,12 @@ static PyObject *close_calls(PyObject *object, PyObject *none) {
 static PyObject *use_slots(PyObject *object, PyObject *args) {
     PlainCalls *self = (PlainCalls *)object;
     PyObject *rows, *on_wait, *explain;
-    unsigned long long address, step_bytes;
-    if (!PyArg_ParseTuple(args, "OKKOO", &rows, &address, &step_bytes, &on_wait, &explain) ||
+    unsigned long long address, step_bytes, eager_bytes;
+    if (!PyArg_ParseTuple(args, "OKKKOO", &rows, &address, &step_bytes, &eager_bytes, &on_wait, &explain) ||
         take_rows(self, rows) < 0)
         return NULL;
-    self->slots = (Group *)(uintptr_t)address, self->step_bytes = step_bytes, self->above = SLOTS;
+    self->slots = (Group *)(uintptr_t)address, self->above = SLOTS;
+    self->step_bytes = step_bytes, self->eager_bytes = eager_bytes;
     mpicomm_replace(&self->on_wait, mpicomm_reference(on_wait));
     mpicomm_replace(&self->explain, mpicomm_reference(explain));
     Py_RETURN_NONE;

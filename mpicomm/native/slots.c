@@ -27,7 +27,6 @@
 #define INDEPENDENT
 #endif
 
-#define SHORT_SPINS 200      /* polls, each of some 20 ns, of an asynchronous call: less than its queue would take */
 #define BLOCK 1024           /* elements added at a time; their sums stay in the L1 cache */
 
 /* -- numbers ---------------------------------------------------------------------------------------------------- */
@@ -466,16 +465,11 @@ int mpicomm_all_have_begun(const Group *group) {
 }
 
 int mpicomm_complete_soon(Group *group) {
-    int turns = group->spins < SHORT_SPINS ? 0 : SHORT_SPINS; /* none if the ranks share cores */
-    while (!mpicomm_all_have_begun(group)) {
-        if (turns-- <= 0)
-            return 0;
-        relax();
-    }
-    for (int rank = 0; rank < group->size; rank++) /* blocks may differ, and further steps would wait for other ranks */
-        if (line_of(group, rank)->nbytes > step_of(group) * SIZES[group->kind])
-            return 0;
-    return mpicomm_continue(group) == DONE;
+    int64_t pause_ns = group->pause_ns;
+    group->pause_ns = group->soon_ns;
+    int status = mpicomm_continue(group);
+    group->pause_ns = pause_ns, group->has_waited = 0;
+    return status == DONE;
 }
 
 EXPORTED int mpicomm_start(Group *group, uint64_t call, const void *source, void *out, uint64_t count) {

@@ -46,6 +46,7 @@ typedef struct {
     uint64_t slot_bytes;
     uint64_t split_bytes; /* from this size on, each rank reduces a part of an all_reduce or reduce */
     int64_t pause_ns;     /* how long a wait may last until it returns to the caller */
+    int64_t soon_ns;      /* the same of an asynchronous call before it returns */
     int32_t rank, size, spins;
     int32_t operation, kind, root, divisor, stage;
     int32_t is_wide;    /* whether reduce_scatter leaves its sums of narrow floats in float32 */
@@ -79,8 +80,8 @@ void mpicomm_begin(Group *group, uint64_t call, const void *source, void *out, u
 /* Whether all ranks have begun the current step. */
 int mpicomm_all_have_begun(const Group *group);
 
-/* Complete an operation of one step that is not split, if all ranks begin it within about a microsecond and make the
-   same call; return whether it has completed. Otherwise mpicomm_continue must follow. */
+/* Complete an operation if the other ranks are never later than `soon_ns` and make the same call; return whether it has
+   completed. Otherwise mpicomm_continue must follow. */
 int mpicomm_complete_soon(Group *group);
 
 #endif

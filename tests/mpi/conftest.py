@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import mpicomm
 from mpicomm.backend.execution.worker_thread import WakeTimer
+from mpicomm.backend.transfer import slots
 from tests import nodes
 
 Make = Callable[..., dist.ProcessGroup]
@@ -36,6 +37,19 @@ def make(new_group: Make) -> Make:
         return group
 
     return make_group
+
+
+@pytest.fixture
+def several_cores(world: mpicomm.World) -> Iterator[None]:
+    """Queue large asynchronous calls of the world, and of new groups, as where each rank has several cores."""
+    algorithms = dist.group.WORLD._executor.algorithms  # type: ignore[union-attr]
+    with pytest.MonkeyPatch.context() as patch:  # not the test's, which ends after the groups
+        patch.setattr(slots, "_gather_cores_per_rank", lambda _comm: 2.0)
+        if algorithms.slots is not None:
+            patch.setattr(algorithms.slots, "_eager_bytes", slots._EAGER_BYTES)
+        algorithms._publish()
+        yield
+    algorithms._publish()
 
 
 @pytest.fixture

@@ -83,12 +83,13 @@ def test_an_operation_runs_although_its_caller_does_not_wait(group: Group) -> No
 
 
 @on_groups("world")
+@pytest.mark.usefixtures("several_cores")
 def test_later_operations_do_not_delay_the_first(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's thread would otherwise not run while a program starts operations at short intervals."""
     worker, delays = worker_of(group), list[int]()
     worker.wait_until_idle()
     monkeypatch.setattr(worker._timer, "set", delays.append)
-    tensors = [torch.ones(2**13) for _ in range(3)]  # smaller ones may complete at once
+    tensors = [torch.ones(2**17) for _ in range(3)]  # smaller ones may complete at once
     works = [dist.all_reduce(tensor, group=group.handle, async_op=True) for tensor in tensors]
     monkeypatch.undo()
     for work in works:
@@ -97,6 +98,7 @@ def test_later_operations_do_not_delay_the_first(group: Group, monkeypatch: pyte
 
 
 @on_groups("world")
+@pytest.mark.usefixtures("several_cores")
 def test_a_long_operation_starts_within_its_call(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the caller does not release the GIL afterwards."""
     monkeypatch.setattr(worker_thread, "_START_SECONDS", 30)

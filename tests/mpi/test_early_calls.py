@@ -18,16 +18,18 @@ import mpicomm
 from mpicomm import mpi, torch_internals
 from mpicomm.backend import plain_calls
 from mpicomm.backend.execution.executor import Executor
-from mpicomm.backend.execution.work import CompletedWork, QueuedWork
+from mpicomm.backend.execution.work import CompletedWork
 from mpicomm.backend.execution.worker_thread import WakeTimer, Worker
+from mpicomm.backend.transfer import slots
 
 pytestmark = [
+    pytest.mark.usefixtures("several_cores"),
     pytest.mark.each_mpi,
     pytest.mark.mpi(min_size=2),
     pytest.mark.skipif(plain_calls.PlainCalls is None, reason="the extension module was not built"),
 ]
 
-QUEUED = 2**13  # elements from which on calls do not begin at once
+QUEUED = 2**17  # elements from which on asynchronous calls do not begin in the call if there are several cores
 FAILED = r"changed before it completed|cannot be used any more"
 NEVER = 2**64 - 1
 LARGE = 2**20  # elements of a block that needs several steps
@@ -169,16 +171,51 @@ def test_options_that_are_changed_before_the_call_continues(world: mpicomm.World
     world.comm.Barrier()
 
 
+@pytest.mark.parametrize("cores", [1.0, 2.0])
+def test_a_large_call_begins_in_the_call_if_its_rank_has_one_core(
+    world: mpicomm.World, new_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, cores: float
+) -> None:
+    tensor = torch.full((QUEUED,), 1.0 + world.rank)
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "_gather_cores_per_rank", lambda _comm: cores)
+        group = new_group()
+        dist.all_reduce(torch.ones(1), group=group)
+    state = group._executor.algorithms.slots._state
+    monkeypatch.setattr(WakeTimer, "set", lambda *_: None)  # the worker's thread begins nothing
+    before = state.number
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    has_begun = state.number != before
+    monkeypatch.undo()
+    work.wait()  # type: ignore[union-attr]
+    assert has_begun is (cores < 2)
+    assert bool((tensor == sum_of_ranks(world)).all())
+
+
+@pytest.mark.parametrize("count", [4, QUEUED])
+def test_a_call_does_not_wait_for_late_ranks(world: mpicomm.World, group: Any, count: int) -> None:
+    """Rank 1 calls after the call of rank 0 has returned."""
+    tensor, native = torch.full((count,), 1.0 + world.rank), group._executor.algorithms.slots
+    native._state.pause_ns = 10**11
+    if world.rank == 1:
+        assert mpi.poll(lambda: world.comm.Iprobe(0, 5), 20)
+        world.comm.recv(source=0, tag=5)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    native._state.pause_ns = 10**6
+    if world.rank == 0:
+        world.comm.send(None, 1, 5)
+    work.wait()  # type: ignore[union-attr]
+    assert bool((tensor == sum_of_ranks(world)).all())
+
+
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_call_does_not_wait_for_the_large_blocks_of_other_ranks(
+def test_a_small_call_continues_with_the_large_blocks_of_other_ranks(
     world: mpicomm.World, group: Any, waits: bool
 ) -> None:
     counts = [4, 4, *[LARGE] * (world.size - 2)]
     received = [torch.zeros(count) for count in counts] if world.rank == 0 else None
     late(world)
     work = dist.gather(torch.full((counts[world.rank],), 1.0 + world.rank), received, 0, group=group, async_op=True)
-    assert isinstance(work, QueuedWork)
     if waits or world.rank != 1:
         work.wait()
     else:

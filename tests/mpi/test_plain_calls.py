@@ -18,6 +18,7 @@ import torch.distributed as dist
 import mpicomm
 from mpicomm import mpi, torch_internals
 from mpicomm.backend import plain_calls
+from mpicomm.backend.execution.work import EarlyWork
 from mpicomm.backend.transfer import mpi_calls
 from mpicomm.backend.transfer.algorithms import Algorithm
 from mpicomm.recorder import flight_recorder
@@ -29,7 +30,7 @@ pytestmark = [
 ]
 
 COUNT = 6
-QUEUED = 2**13  # elements from which on asynchronous calls do not begin before they return
+QUEUED = 2**17  # elements from which on asynchronous calls do not begin in the call if there are several cores
 NEVER = 2**64 - 1
 NEVER_PLAIN = ("all_reduce MIN", "all_reduce MAX")
 NEVER_PLAIN_BY_MPI = ("all_gather", "gather", "scatter")
@@ -107,6 +108,7 @@ def test_results_do_not_depend_on_the_path(
     assert len(prepared) == (3 if is_general else 0)
 
 
+@pytest.mark.usefixtures("several_cores")
 def test_the_inputs_of_a_queued_call_stay_alive() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     source, output = torch.full((QUEUED * size,), 1.0 + rank), torch.empty(QUEUED)
@@ -262,11 +264,17 @@ def test_a_rank_whose_tensor_is_not_on_the_host(world: mpicomm.World) -> None:
     assert bool((tensor == world.size * (world.size + 1) / 2).all())
 
 
-def test_autograd_detects_that_a_plain_call_has_written_a_large_tensor() -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_autograd_detects_that_a_plain_call_has_written_a_large_tensor(
+    monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    state = dist.group.WORLD._executor.algorithms.slots._state  # type: ignore[union-attr]
+    monkeypatch.setattr(state, "soon_ns", 10**10)  # all asynchronous calls complete in the call
     factor = torch.ones(2**16, requires_grad=True)
     value = torch.ones(2**16)
     loss = (factor * value).sum()
-    dist.all_reduce(value)
+    work = dist.all_reduce(value, async_op=is_async)
+    assert isinstance(work, EarlyWork) is is_async
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -295,6 +303,7 @@ def test_a_list_that_another_thread_changes_during_a_call(world: mpicomm.World) 
     assert alive == ([True] if world.rank == 0 else [])
 
 
+@pytest.mark.usefixtures("several_cores")
 def test_the_result_of_a_queued_call_is_not_the_list_of_the_caller() -> None:
     tensors = [torch.ones(QUEUED)]
     work = dist.group.WORLD.allreduce(tensors, torch_internals.AllreduceOptions())  # type: ignore[union-attr]
@@ -331,6 +340,7 @@ def test_a_thread_destroys_the_group_during_a_call(world: mpicomm.World, new_gro
     dist.barrier()
 
 
+@pytest.mark.usefixtures("several_cores")
 @pytest.mark.parametrize("count", [4, QUEUED])
 def test_the_memory_has_moved_before_the_wait(world: mpicomm.World, no_worker: None, count: int) -> None:
     """Rank 1 is late: on the others the call has begun, or is queued, when the tensor gets other memory."""
@@ -350,6 +360,7 @@ def test_the_memory_has_moved_before_the_wait(world: mpicomm.World, no_worker: N
     assert bool((tensor == total).all())
 
 
+@pytest.mark.usefixtures("several_cores")
 def test_a_queued_tensor_is_no_longer_dense_when_its_call_runs(world: mpicomm.World, no_worker: None) -> None:
     """Rank 1 is late: on the others the second call waits for the first when its tensor is transposed."""
     first, size = torch.ones(QUEUED), world.size

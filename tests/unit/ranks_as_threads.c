@@ -157,6 +157,7 @@ static void *run(void *argument) {
             sched_yield();
         int status = WAITING;
         if (next(&own) % 3 == 0) { /* as an asynchronous call */
+            group.soon_ns = next(&own) % 2 ? 50000 : -1;
             mpicomm_begin(&group, code, from, to, (uint64_t)count_of(&call, rank));
             status = mpicomm_complete_soon(&group) ? DONE : WAITING;
         } else {

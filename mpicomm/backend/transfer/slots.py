@@ -19,6 +19,7 @@ import ctypes
 import mmap
 import os
 import secrets
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -42,6 +43,8 @@ _POLLS_BEFORE_YIELD = 2000  # of a waiting rank, before it offers its core to ot
 _POLLS_BEFORE_YIELD_IF_CROWDED = 20  # the rank that it waits for may need this core
 _NOTED_BYTES = 2**17  # from this size on, autograd is notified of a write; it takes about a microsecond
 _PAUSE_NS = 1_000_000  # how long the C library waits until it returns to Python
+_SOON_NS = 50_000  # the same in asynchronous calls: waking the worker's thread, and taking the GIL, takes longer
+_EAGER_BYTES = 2**18  # up to this size, asynchronous calls begin in the call: the copy takes less than waking a thread
 _TOKEN_BYTES = 16  # at the start of the memory: shows that a process ID in /proc is that of the rank
 
 
@@ -83,6 +86,10 @@ class NativeSlots:
         self._memory = memory  # mapped as long as the tensor lives
         self.rank, self.size = comm.rank, comm.size
         self._on_wait = on_wait
+        cores = _gather_cores_per_rank(comm)
+        is_crowded = cores < 1
+        # Without a second core, the worker's thread would only interrupt the caller.
+        self._eager_bytes = sys.maxsize if cores < 2 else _EAGER_BYTES
         address, slot_bytes = memory.data_ptr(), _slot_bytes(comm.size)
         self.step_bytes = slot_bytes // comm.size // 64 * 64 - c_library.HEADER
         """Blocks of at most this size move in one step, in which a source may overlap the other blocks."""
@@ -92,9 +99,10 @@ class NativeSlots:
             slot_bytes=slot_bytes,
             split_bytes=_SPLIT_BYTES,
             pause_ns=_PAUSE_NS,
+            soon_ns=-1 if is_crowded else _SOON_NS,
             rank=comm.rank,
             size=comm.size,
-            spins=_POLLS_BEFORE_YIELD_IF_CROWDED if _gather_is_crowded(comm) else _POLLS_BEFORE_YIELD,
+            spins=_POLLS_BEFORE_YIELD_IF_CROWDED if is_crowded else _POLLS_BEFORE_YIELD,
         )
         self._address = ctypes.addressof(self._state)
 
@@ -194,9 +202,9 @@ class NativeSlots:
             self._explain()
         return status == c_library.DONE
 
-    def parts_of_plain_calls(self) -> tuple[int, int, Callable[[], None], Callable[[], None]]:
+    def parts_of_plain_calls(self) -> tuple[int, int, int, Callable[[], None], Callable[[], None]]:
         """Return what the extension module needs to run plain calls in these slots, in turn with this object."""
-        return self._address, self.step_bytes, self._on_wait, self._explain
+        return self._address, self.step_bytes, self._eager_bytes, self._on_wait, self._explain
 
     def _explain(self) -> None:
         """Raise the error of ranks that call different operations, or with tensors of different sizes."""
@@ -231,10 +239,9 @@ def note_writes(tensors: Sequence[torch.Tensor]) -> None:
         _note_write(tensor)
 
 
-def _gather_is_crowded(comm: Intracomm) -> bool:
-    """Return whether ranks must share cores (collective)."""
-    cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
-    return comm.size > len(cores)
+def _gather_cores_per_rank(comm: Intracomm) -> float:
+    """Return how many cores the ranks of this node have, on average (collective)."""
+    return len(set().union(*comm.allgather(os.sched_getaffinity(0)))) / comm.size
 
 
 def different_calls(least_bytes: int, most_bytes: int) -> RuntimeError:
