@@ -1,11 +1,13 @@
 """Latency of small operations, and of the parts of an all_reduce: `mpirun -n 2 python -m benchmarks.microseconds`.
 
-Rank 0 writes docs/results/microseconds-<ranks>-<MPI>.json.
+Rank 0 writes docs/results/microseconds-<ranks>-<MPI>.json, or the file of the option --json.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,24 +21,29 @@ from mpicomm.backend.execution.work import CompletedWork
 from mpicomm.bench import compared_backends, sweep, timing
 from mpicomm.bench.compared_backends import ASYNCHRONOUS, MPI4PY, NOTHING, OURS
 from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
+from mpicomm.cli.argument_types import count
 
 ROUNDS = 21
-SIZES = (4, 2**10)
+SIZES = (4, 2**10, 2**16)
 _TORCH = "of it torch, with a no-op group"
 
 
 def main() -> None:
     """Measure in interleaved rounds, and write the mean time per call of the fastest and of the median rounds."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.microseconds", description=__doc__)
+    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--rounds", metavar="R", type=count, default=ROUNDS, help="rounds (default: %(default)s)")
+    arguments = parser.parse_args()
     world = mpicomm.bootstrap("mpi")
     assert world.comm is not None
-    bench = timing.on_ranks_of(world, ROUNDS, seconds=0.02)
+    bench = timing.on_ranks_of(world, arguments.rounds, seconds=0.02)
     times = timing.in_turn(bench, _parts(world.comm), times_calls=False)
     us = {name: round(each.least, 2) for name, each in times.items()}
     backends = compared_backends.make([MPI4PY, NOTHING, OURS, ASYNCHRONOUS], world)
     rows = [_row(case, bench, backends) for case in _cases(world)]
     if world.rank == 0:
         what = "microseconds of a call, a sum of zeros; `us`: the fastest round, `operations`: the median round"
-        rank_results.write(f"microseconds-{world.size}", world.size, what, us=us, operations=rows)
+        rank_results.write(f"microseconds-{world.size}", world.size, what, arguments.json, us=us, operations=rows)
 
 
 def _cases(world: mpicomm.World) -> list[Case]:
