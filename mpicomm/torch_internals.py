@@ -111,6 +111,10 @@ RENAMED = {
 }
 """The methods of groups and backends that torch 2.13 renamed, with their old names."""
 
+# Functions that torch 2.13 renamed; it warns about the old names.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 """Return whether a profiler is active."""
 

@@ -14,16 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpicomm import mpi
+from mpicomm import mpi, torch_internals
 from mpicomm.backend.transfer import dtypes
 from mpicomm.bench import known_inputs
 
 _ROOT = 0
 # The contents of a buffer: data without parts, one part for each rank, or a single one of these parts.
 _WHOLE, _PARTS, _PART = "whole", "parts", "part"
-# torch 2.13 renamed these, and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Rows = Sequence[torch.Tensor]
 """Contents of a buffer: for each of its equal parts, the pattern that it repeats."""
 
@@ -294,7 +291,9 @@ _REDUCE = OperationKind(
 )  # fmt: skip
 _REDUCE_SCATTER = OperationKind(
     "reduce_scatter",
-    lambda operation, **options: _reduce_scatter(operation.receive, operation.send, operation.reduction, **options),
+    lambda operation, **options: torch_internals.reduce_scatter_single(
+        operation.receive, operation.send, operation.reduction, **options
+    ),
     _reduce_scatter_by_mpi4py,
     places=(False, True), sends=_PARTS, receives=_PART, reduces=True,
 )  # fmt: skip
@@ -311,7 +310,7 @@ _KINDS = (
     ),
     OperationKind(
         "all_gather",
-        lambda operation, **options: _all_gather(operation.receive, operation.send, **options),
+        lambda operation, **options: torch_internals.all_gather_single(operation.receive, operation.send, **options),
         lambda _operation, comm, sent, received: (comm.Allgather, sent, received),
         places=(False, True), sends=_PART, receives=_PARTS,
     ),

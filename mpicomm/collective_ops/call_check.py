@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from mpicomm import agreement
+from mpicomm import agreement, torch_internals
 from mpicomm.backend.transfer import dtypes
 from mpicomm.collective_ops import pytree
 from mpicomm.collective_ops.group_argument import GroupArgument
@@ -38,16 +38,17 @@ def digest_of(signature: Signature) -> tuple[int, int]:
 
 
 def compare_signatures(members: GroupArgument, signature: Signature, mode: Mode) -> Generator[Works, None, None]:
-    """Compare the signatures of all ranks of the group, with one all_reduce (collective).
+    """Compare the signatures of all ranks of the group, with one all_gather (collective).
 
     Raises:
         MismatchError: On every rank of the group, if the signatures differ.
     """
     if members.size == 1:
         return
-    least = torch.tensor(agreement.extremes(digest_of(signature)), dtype=torch.int64, device=members.control)
-    yield [dist.all_reduce(least, dist.ReduceOp.MIN, group=members.handle, async_op=mode.early)]
-    if not agreement.all_equal(least.tolist()):
+    mine = torch.tensor(digest_of(signature), device=members.control)
+    every = mine.new_empty(2 * members.size)
+    yield [torch_internals.all_gather_single(every, mine, group=members.handle, async_op=mode.early)]
+    if every.tolist() != mine.tolist() * members.size:
         refuse(members, signature)
 
 

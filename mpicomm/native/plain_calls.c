@@ -418,7 +418,8 @@ static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on
         mpicomm_begin(slots, call->signature, call->source, call->out, call->numbers);
     else
         slots->source = call->source, slots->out = call->out; /* the tensors may have other memory now */
-    if (is_within(call, QUICK_BYTES < self->step_bytes ? QUICK_BYTES : self->step_bytes) && !may_differ(call) && mpicomm_all_have_begun(slots)) {
+    int is_quick = is_within(call, QUICK_BYTES < self->step_bytes ? QUICK_BYTES : self->step_bytes);
+    if (is_quick && !may_differ(call) && mpicomm_all_have_begun(slots)) {
         status = mpicomm_continue(slots);
     } else {
         Py_BEGIN_ALLOW_THREADS

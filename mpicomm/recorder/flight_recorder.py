@@ -366,7 +366,8 @@ def _search_caller(frame: types.FrameType | None, depth: int) -> tuple[types.Fra
     The distance does not tell that of the next call if it is large: calls from deep inside torch, such as those of
     FSDP, may have a user's module between.
     """
-    while frame is not None and _is_inner(frame.f_code.co_filename):
+    # Without a call for most of the frames: there are about ten below an operation on a container.
+    while frame is not None and ((file := frame.f_code.co_filename) in _inner_files or _is_inner(file)):
         frame = frame.f_back
         depth += 1
     return frame, depth

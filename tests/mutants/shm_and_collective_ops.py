@@ -23,6 +23,14 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
+        "compare_signatures",
+        old="every.tolist() != mine.tolist() * members.size",
+        new="every.tolist()[:2] != mine.tolist()",
+        fault="Rank 0 does not notice that another rank passes other data, and waits for it.",
+        tests="tests/collective_ops/test_errors.py -k test_different_operations",
+        ranks=2,
+    ),
+    Mutant(
         "collectives._gather",
         old="pytree.or_error(take)",
         new="take()",
