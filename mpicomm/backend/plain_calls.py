@@ -100,6 +100,8 @@ def _is_configured() -> bool:
         "strided": torch.strided,
         "sum": dist.ReduceOp.SUM,
         "average": dist.ReduceOp.AVG,
+        "least": dist.ReduceOp.MIN,
+        "most": dist.ReduceOp.MAX,
         "is_contiguous": torch.Tensor.is_contiguous,
         "is_neg": torch.Tensor.is_neg,
         "data_ptr": torch.Tensor.data_ptr,
@@ -133,6 +135,7 @@ def _describe(dtype: torch.dtype) -> tuple[object, ...]:
     return (
         dtype,
         kind,
+        c_library.kind_to_compare(dtype) if _row("MIN", dtype) != _IMPOSSIBLE else -1,
         dtype.itemsize,
         c_library.dtype_code(dtype),
         _row("SUM", dtype),

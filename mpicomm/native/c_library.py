@@ -14,7 +14,7 @@ import torch
 from mpicomm.native import extension
 
 # As in slots.h. Sums of unsigned and signed integers have the same bits; complex numbers are two floats each.
-_FLOAT32, _FLOAT64, _BFLOAT16, _FLOAT16, _INT8, _INT16, _INT32, _INT64 = range(8)
+_FLOAT32, _FLOAT64, _BFLOAT16, _FLOAT16, _INT8, _INT16, _INT32, _INT64, _UINT8 = range(9)
 BYTES = _INT8
 KINDS = {
     torch.float32: (_FLOAT32, 1),
@@ -46,6 +46,10 @@ IS_LIST = 1 << 63
 """Added to a call if the blocks of the ranks are a list: an array of addresses and sizes in bytes."""
 
 
+NO_EXTREME, LEAST, MOST = range(3)
+"""What a reduction keeps: the sum, or the least or largest number of all ranks."""
+
+
 def call(operation: int, kind: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
     """Return the call that all ranks must make, as the library's number."""
     return operation | kind << 8 | root << 16 | divisor << 32 | dtype_code(dtype) << 48
@@ -56,9 +60,15 @@ BARRIER_CALL = BARRIER | BYTES << 8 | 1 << 32
 
 
 @functools.cache
-def reducing(operation: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
-    """Return the call of an operation that adds numbers."""
-    return call(operation, KINDS[dtype][0], dtype, root, divisor)
+def reducing(operation: int, dtype: torch.dtype, root: int = 0, divisor: int = 1, extreme: int = NO_EXTREME) -> int:
+    """Return the call of an operation that adds or compares numbers."""
+    kind = kind_to_compare(dtype) if extreme else KINDS[dtype][0]
+    return call(operation, kind | extreme << 4, dtype, root, divisor)
+
+
+def kind_to_compare(dtype: torch.dtype) -> int:
+    """Return the kind of number of a dtype of real numbers, whose order depends on the sign of integers."""
+    return _UINT8 if dtype == torch.uint8 else KINDS[dtype][0]
 
 
 @functools.cache
@@ -82,7 +92,7 @@ class SlotState(ctypes.Structure):
         ("pause_ns", ctypes.c_int64),
         ("soon_ns", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("rank", "size", "spins", "operation", "kind", "root", "divisor")),
-        *((name, ctypes.c_int32) for name in ("stage", "is_wide", "is_list", "has_next", "has_waited")),
+        *((name, ctypes.c_int32) for name in ("stage", "extreme", "is_wide", "is_list", "has_next", "has_waited")),
         *((name, ctypes.c_uint64) for name in ("signature", "number", "count", "most", "start")),
         *((name, ctypes.c_void_p) for name in ("source", "out")),
     )

@@ -62,7 +62,7 @@ typedef enum { GENERAL, SLOTS } Above; /* how calls of larger sizes run: by the 
 
 /* -- objects of Python ------------------------------------------------------------------------------------------ */
 
-static PyObject *sum, *average, *callbacks, *message_threads, *early_work, *note_writes;
+static PyObject *sum, *average, *least, *most, *callbacks, *message_threads, *early_work, *note_writes;
 static PyObject *n_async, *n_reduce_op, *n_root, *n_shape, *n_queue, *n_call, *n_work;
 static PyObject *n_tensors, *n_operation, *n_flushes_denormals;
 static Handle mpi_sum, in_place;
@@ -194,20 +194,26 @@ static int read_options(const PlainCalls *self, PyObject *options, Call *call, i
     return number >= 0 && number < self->size;
 }
 
-/* Whether the reduction is a sum or an average that the slots can compute. */
+/* Whether the reduction is a sum, an average or an extreme that the slots can compute. */
 static int read_reduction(const PlainCalls *self, PyObject *options, const Dtype *dtype, Call *call) {
     PyObject *op = PyObject_GetAttr(options, n_reduce_op);
     CHECK(op != NULL);
-    int is_sum = PyObject_RichCompareBool(op, sum, Py_EQ), is_average = 0;
-    if (is_sum == 0)
-        is_average = PyObject_RichCompareBool(op, average, Py_EQ);
+    const Row compared = dtype->compared_kind < 0 ? IMPOSSIBLE : CONVERTED; /* only slots compare numbers here */
+    PyObject *const known[] = {sum, average, least, most};
+    const Row rows[] = {dtype->sum, dtype->average, compared, compared};
+    int is_equal = 0, number = 0;
+    while (number < 4 && (is_equal = PyObject_RichCompareBool(op, known[number], Py_EQ)) == 0)
+        number++;
     Py_DECREF(op);
-    CHECK(is_sum >= 0 && is_average >= 0);
-    call->row = is_sum ? dtype->sum : is_average ? dtype->average : IMPOSSIBLE;
+    CHECK(is_equal >= 0);
+    call->row = is_equal ? rows[number] : IMPOSSIBLE;
     REQUIRE(call->row != IMPOSSIBLE);
-    uint64_t divisor = is_average ? (uint64_t)self->size : 1, root = call->root < 0 ? 0 : (uint64_t)call->root;
-    call->signature = (uint64_t)call->method->operation | (uint64_t)dtype->kind << KIND_SHIFT | root << ROOT_SHIFT |
-                      divisor << DIVISOR_SHIFT | dtype->code << DTYPE_SHIFT;
+    uint64_t divisor = known[number] == average ? (uint64_t)self->size : 1;
+    uint64_t extreme = known[number] == least ? LEAST : known[number] == most ? MOST : NO_EXTREME;
+    uint64_t kind = (uint64_t)(extreme != NO_EXTREME ? dtype->compared_kind : dtype->kind);
+    uint64_t root = call->root < 0 ? 0 : (uint64_t)call->root;
+    call->signature = (uint64_t)call->method->operation | kind << KIND_SHIFT | extreme << EXTREME_SHIFT |
+                      root << ROOT_SHIFT | divisor << DIVISOR_SHIFT | dtype->code << DTYPE_SHIFT;
     return 1;
 }
 
@@ -398,9 +404,9 @@ static int may_differ(const Call *call) {
     return call->method->operation == GATHER || call->method->operation == SCATTER;
 }
 
-static int raise_destroyed(const char *when) {
-    PyErr_Format(PyExc_RuntimeError,
-                 "the group was destroyed %s the operation.\nDestroy it when no thread uses it.", when);
+static int raise_destroyed(void) {
+    PyErr_SetString(PyExc_RuntimeError,
+                    "the group was destroyed before the operation.\nDestroy it when no thread uses it.");
     return -1;
 }
 
@@ -428,8 +434,6 @@ static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on
     }
     while (status == WAITING) {
         CHECK(check_barrier(self, call) == 0);
-        if (self->slots != slots)
-            return raise_destroyed("during");
         CHECK(mpicomm_drop(PyObject_CallNoArgs(on_wait)) == 0); /* also runs signal handlers */
         Py_BEGIN_ALLOW_THREADS
         status = mpicomm_continue(slots);
@@ -445,7 +449,7 @@ static int run_in(PlainCalls *self, Group *slots, const Call *call, PyObject *on
 
 static int run_slots(PlainCalls *self, const Call *call) {
     if (self->slots == NULL)
-        return raise_destroyed("before");
+        return raise_destroyed();
     PyObject *on_wait = mpicomm_reference(self->on_wait), *explain = mpicomm_reference(self->explain);
     int status = run_in(self, self->slots, call, on_wait, explain);
     Py_DECREF(on_wait);
@@ -559,7 +563,7 @@ static PyObject *run_queued(PyObject *self, PyObject *args, PyObject *keywords) 
         if ((arguments[i] = PyTuple_GetItem(queued->args, i)) == NULL)
             return NULL;
     if (queued->owner->is_closed)
-        return raise_destroyed("before"), NULL;
+        return raise_destroyed(), NULL;
     int result = queued->prepare(queued->owner, arguments, &call); /* again: their memory may have moved */
     int is_same = result > 0 ? call.signature == queued->signature && call.numbers == queued->numbers : !call.has_begun;
     if (result >= 0 && !is_same) {
@@ -813,12 +817,11 @@ static PyObject *start_later(PlainCalls *self, const Call *call, Prepare prepare
 static PyObject *start(PlainCalls *self, Call *call, Prepare prepare, PyObject *const *args, PyObject *results) {
     PyObject *work = NULL;
     int is_async = mpicomm_is_true(args[call->method->arguments], n_async), has_turn = 0;
-    Py_ssize_t jobs = is_async < 0 ? -1 : PyObject_Size(self->jobs);
     int is_eager = is_async > 0 && self->has_threads && call->uses_slots && self->slots != NULL &&
                    is_within(call, self->eager_bytes);
-    if (jobs < 0)
+    if (is_async < 0)
         return NULL;
-    if ((is_async && !is_eager) || jobs > 0) /* without threads, the queue raises an error */
+    if (is_async && !is_eager) /* without threads, the queue raises an error */
         return start_later(self, call, prepare, args, results);
     CallRecord *record = create_record(self, call, args); /* before the turn: no code in Python follows */
     if (record != NULL && call->method->operation == BARRIER) {
@@ -1034,6 +1037,8 @@ int mpicomm_configure_calls(PyObject *objects, PyObject *options, long long sum_
     static const Named taken[] = {
         {&sum, "sum"},
         {&average, "average"},
+        {&least, "least"},
+        {&most, "most"},
         {&callbacks, "callbacks"},
         {&message_threads, "message_threads"},
         {&early_work, "early_work"},

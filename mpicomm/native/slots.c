@@ -31,7 +31,7 @@
 
 /* -- numbers ---------------------------------------------------------------------------------------------------- */
 
-static const size_t SIZES[] = {4, 8, 2, 2, 1, 2, 4, 8};
+static const size_t SIZES[] = {4, 8, 2, 2, 1, 2, 4, 8, 1};
 
 static inline float from_bits(uint32_t bits) {
     float value;
@@ -136,6 +136,57 @@ static void add_terms(int kind, const void *const *terms, int number, void *out,
 EXPORTED void mpicomm_sum(int kind, const void *const *terms, int number, void *out, int is_wide, size_t count,
                           int divisor) {
     add_terms(kind, terms, number, out, NULL, is_wide, count, divisor);
+}
+
+/* -- extremes --------------------------------------------------------------------------------------------------- */
+
+/* Numbers are compared as signed integers of the same order: of floats, -0 is less than 0, and NaN is at the end that
+   wins; the result is then a NaN of the same bits on all ranks. INFINITE: the bits of infinity; 0 for integers. The
+   first bit of unsigned integers is inverted. */
+#define DEFINE_EXTREME(NAME, BITS, NUMBER, INFINITE, NAN_BITS, FLIPPED)                                                \
+    FOR_EACH_PROCESSOR                                                                                                 \
+    static void NAME(const void *const *terms, int number, void *out, void *copy, int is_most, size_t count) {         \
+        const BITS positive = (BITS)(((BITS)1 << (8 * sizeof(BITS) - 1)) - 1), nans = (BITS)(positive - INFINITE);     \
+        const BITS shift = (BITS)(INFINITE == 0 ? 0 : is_most ? 0 - nans : nans);                                      \
+        NUMBER keys[BLOCK];                                                                                            \
+        for (size_t start = 0; start < count; start += BLOCK) {                                                        \
+            size_t length = count - start < BLOCK ? count - start : BLOCK;                                             \
+            BITS *result = (BITS *)out + start;                                                                        \
+            for (int rank = 0; rank < number; rank++) {                                                                \
+                const BITS *term = (const BITS *)terms[rank] + start;                                                  \
+                for (size_t i = 0; i < length; i++) {                                                                  \
+                    BITS fold = (BITS)(INFINITE == 0 ? FLIPPED : (BITS)((NUMBER)term[i] < 0 ? positive : 0));          \
+                    NUMBER key = (NUMBER)(BITS)((BITS)(term[i] ^ fold) + shift), best = rank == 0 ? key : keys[i];     \
+                    keys[i] = is_most == (key > best) ? key : best;                                                    \
+                }                                                                                                      \
+            }                                                                                                          \
+            for (size_t i = 0; i < length; i++) {                                                                      \
+                BITS bits = (BITS)((BITS)keys[i] - shift);                                                             \
+                bits ^= (BITS)(INFINITE == 0 ? FLIPPED : (BITS)((NUMBER)bits < 0 ? positive : 0));                     \
+                result[i] = INFINITE != 0 && (bits & positive) > INFINITE ? (BITS)NAN_BITS : bits;                     \
+            }                                                                                                          \
+            if (copy != NULL)                                                                                          \
+                memcpy((BITS *)copy + start, result, length * sizeof(BITS));                                           \
+        }                                                                                                              \
+    }
+
+DEFINE_EXTREME(extreme_float32, uint32_t, int32_t, 0x7f800000u, 0x7fc00000u, 0)
+DEFINE_EXTREME(extreme_float64, uint64_t, int64_t, 0x7ff0000000000000u, 0x7ff8000000000000u, 0)
+DEFINE_EXTREME(extreme_bfloat16, uint16_t, int16_t, 0x7f80u, 0x7fc0u, 0)
+DEFINE_EXTREME(extreme_float16, uint16_t, int16_t, 0x7c00u, 0x7e00u, 0)
+DEFINE_EXTREME(extreme_int8, uint8_t, int8_t, 0, 0, 0)
+DEFINE_EXTREME(extreme_int16, uint16_t, int16_t, 0, 0, 0)
+DEFINE_EXTREME(extreme_int32, uint32_t, int32_t, 0, 0, 0)
+DEFINE_EXTREME(extreme_int64, uint64_t, int64_t, 0, 0, 0)
+DEFINE_EXTREME(extreme_uint8, uint8_t, int8_t, 0, 0, 0x80)
+
+/* Keep the least or the largest of `number` terms. */
+static void select_terms(int kind, const void *const *terms, int number, void *out, void *copy, int is_most,
+                         size_t count) {
+    static void (*const extremes[])(const void *const *, int, void *, void *, int, size_t) = {
+        extreme_float32, extreme_float64, extreme_bfloat16, extreme_float16, extreme_int8,
+        extreme_int16,   extreme_int32,   extreme_int64,    extreme_uint8};
+    extremes[kind](terms, number, out, copy, is_most, count);
 }
 
 /* -- slots in shared memory -------------------------------------------------------------------------------------- */
@@ -347,7 +398,10 @@ static void add(const Group *group, const char *mine, size_t offset, size_t leng
     const void *terms[group->size];
     for (int rank = 0; rank < group->size; rank++)
         terms[rank] = rank == group->rank ? mine : slot_of(group, rank) + offset;
-    add_terms(group->kind, terms, group->size, out, copy, group->is_wide, length, group->divisor);
+    if (group->extreme != NO_EXTREME)
+        select_terms(group->kind, terms, group->size, out, copy, group->extreme == MOST, length);
+    else
+        add_terms(group->kind, terms, group->size, out, copy, group->is_wide, length, group->divisor);
 }
 
 /* Compute this rank's results from all slots, or its part of them; return whether the other parts must follow. */
@@ -450,7 +504,8 @@ EXPORTED int mpicomm_continue(Group *group) {
 
 void mpicomm_begin(Group *group, uint64_t call, const void *source, void *out, uint64_t count) {
     group->signature = call & ~((uint64_t)1 << LIST_SHIFT);
-    group->operation = call & 0xff, group->kind = call >> KIND_SHIFT & 0x7f, group->is_wide = call >> WIDE_SHIFT & 1;
+    group->operation = call & 0xff, group->kind = call >> KIND_SHIFT & 0xf, group->is_wide = call >> WIDE_SHIFT & 1;
+    group->extreme = call >> EXTREME_SHIFT & 3;
     group->root = call >> ROOT_SHIFT & 0xffff, group->divisor = call >> DIVISOR_SHIFT & 0xffff;
     group->is_list = call >> LIST_SHIFT, group->has_next = group->has_waited = 0;
     group->source = source, group->out = out, group->count = count, group->start = 0;

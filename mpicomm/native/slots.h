@@ -14,7 +14,9 @@
 
 #define HEADER 64 /* bytes in a region of scatter before its block: the block's size */
 
-typedef enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT8, INT16, INT32, INT64 } Kind; /* as in c_library.py */
+typedef enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT8, INT16, INT32, INT64, UINT8 } Kind; /* as in c_library.py */
+
+typedef enum { NO_EXTREME, LEAST, MOST } Extreme; /* what a reduction keeps: the sum, or a number of one rank */
 
 /* As in c_library.py. */
 typedef enum {
@@ -37,7 +39,10 @@ typedef struct {
 } Block;
 
 /* The call that all ranks must make, as a number, as in c_library.py; the last bit is the rank's own. */
-enum { KIND_SHIFT = 8, WIDE_SHIFT = 15, ROOT_SHIFT = 16, DIVISOR_SHIFT = 32, DTYPE_SHIFT = 48, LIST_SHIFT = 63 };
+enum {
+    KIND_SHIFT = 8, EXTREME_SHIFT = 12, WIDE_SHIFT = 15, ROOT_SHIFT = 16, DIVISOR_SHIFT = 32, DTYPE_SHIFT = 48,
+    LIST_SHIFT = 63
+};
 
 /* One rank's view of a group, and its current operation; the ctypes structure SlotState of c_library.py. */
 typedef struct {
@@ -49,6 +54,7 @@ typedef struct {
     int64_t soon_ns;      /* the same of an asynchronous call before it returns */
     int32_t rank, size, spins;
     int32_t operation, kind, root, divisor, stage;
+    int32_t extreme;    /* of a reduction */
     int32_t is_wide;    /* whether reduce_scatter leaves its sums of narrow floats in float32 */
     int32_t is_list;    /* whether the tensor with a block for each rank is a list of blocks */
     int32_t has_next;   /* whether the contribution to the next step is in its slot already */

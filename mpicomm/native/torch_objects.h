@@ -11,7 +11,7 @@ typedef enum { NATIVE, CONVERTED, IMPOSSIBLE } Row; /* how MPI computes a reduct
 
 typedef struct {
     PyObject *dtype;
-    int kind; /* of the numbers that the slots add */
+    int kind, compared_kind; /* of the numbers that the slots add, and compare; the latter is -1 if they cannot */
     uint64_t item, code;
     Row sum, average;
     Handle arithmetic, carrier;

@@ -204,6 +204,7 @@ def test_extremes_of_nan_infinity_and_signed_zeros(group: Group, counts: None, d
     dist.all_reduce(one, operation(op), group=group.handle)
     reduce_scatter_single(block, values[group.rank], operation(op), group=group.handle)
     assert [str(each) for each in tensor.tolist()] == [str(each) for each in expected]  # which shows -0.0
+    assert len({bytes(_bits(each).tolist()) for each in tensor if math.isnan(each)}) == 1  # the signs of NaNs differ
     assert torch.equal(_bits(one), _bits(tensor[0]))
     assert torch.equal(_bits(block), _bits(tensor[group.rank * COUNT :][:COUNT]))
     of_ranks = [torch.empty_like(_bits(tensor)) for _ in range(group.size)]

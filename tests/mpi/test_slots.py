@@ -228,14 +228,14 @@ def test_which_tensors_take_slots(
     handle = make()
     monkeypatch.setattr(handle, "_plain", None)  # plain calls use the slots without this class
     sizes = [4, 4 * KIB, 64 * KIB, 1024 * KIB]
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
         for nbytes in sizes:
             tensor = torch.ones(nbytes // 4)
             work = dist.all_reduce(tensor, op, group=handle, async_op=is_async)
             if is_async:
                 work.wait()  # type: ignore[union-attr]
             assert bool((tensor == (world.size if op == dist.ReduceOp.SUM else 1)).all())
-    assert taken == sizes
+    assert taken == 2 * sizes
 
 
 def test_memory_that_one_rank_cannot_offer(world: mpicomm.World) -> None:

@@ -62,6 +62,47 @@ MUTANTS = [
         tests="tests/collective_ops/test_errors.py -k exact",
         ranks=2,
     ),
+    # -- extremes in slots --------------------------------------------------------------------------------------
+    Mutant(
+        "slots.c",
+        old="is_most ? 0 - nans : nans",
+        new="is_most ? nans : 0 - nans",
+        fault="In slots, a NaN loses against all numbers in MIN and MAX.",
+        tests="tests/mpi/test_matrix.py -k test_extremes",
+        ranks=2,
+    ),
+    Mutant(
+        "slots.c",
+        old="INFINITE != 0 && (bits & positive) > INFINITE",
+        new="0",
+        fault="In slots, the bits of a NaN of MIN and MAX depend on the rank that had it.",
+        tests="tests/mpi/test_matrix.py -k test_extremes",
+        ranks=2,
+    ),
+    Mutant(
+        "kind_to_compare",
+        old="_UINT8 if dtype == torch.uint8 else KINDS[dtype][0]",
+        new="KINDS[dtype][0]",
+        fault="200 is less than 100 in the MIN of uint8.",
+        tests="tests/mpi/test_plain_calls.py -k with_their_sign",
+        ranks=2,
+    ),
+    Mutant(
+        "AlgorithmSelector.select",
+        old="algorithm is Algorithm.HIERARCHICAL and reduction is not None and reduction.extreme",
+        new="False",
+        fault="MIN and MAX of large tensors on several nodes are sums.",
+        tests="tests/mpi/test_shm.py -k test_only_large_tensors_take_two_levels",
+        ranks=4,
+    ),
+    Mutant(
+        "plain_calls.c",
+        old="known[number] == least ? LEAST : known[number] == most ? MOST : NO_EXTREME",
+        new="known[number] == least ? MOST : known[number] == most ? LEAST : NO_EXTREME",
+        fault="dist.all_reduce with MIN returns the maximum.",
+        tests="tests/mpi/test_plain_calls.py -k with_their_sign",
+        ranks=2,
+    ),
     # -- shared memory of a node ----------------------------------------------------------------------------
     Mutant(
         "NativeSlots._finish",

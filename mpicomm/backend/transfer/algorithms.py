@@ -149,6 +149,8 @@ class AlgorithmSelector:
             self._open()
             self._publish()
             algorithm = self._choices.select(row, nbytes)
+        if algorithm is Algorithm.HIERARCHICAL and reduction is not None and reduction.extreme:
+            return Algorithm.MPI  # between nodes, MPI adds
         return algorithm
 
     def _open(self) -> None:

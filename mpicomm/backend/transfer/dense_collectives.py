@@ -47,7 +47,9 @@ class DenseCollectives:
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """All-reduce a tensor in place."""
         algorithm = self._algorithms.select("all_reduce", tensor.nbytes, reduction)
-        if algorithm is Algorithm.SLOTS and self._slots.reduce(tensor, divisor=reduction.divisor):
+        if algorithm is Algorithm.SLOTS and self._slots.reduce(
+            tensor, divisor=reduction.divisor, extreme=reduction.extreme
+        ):
             return
         hierarchical = self._algorithms.hierarchical
         if algorithm is Algorithm.HIERARCHICAL and hierarchical is not None and hierarchical.run(tensor, reduction):
@@ -63,7 +65,9 @@ class DenseCollectives:
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
         """Reduce in place on the root; the tensors of other ranks keep their content."""
         algorithm = self._algorithms.select("reduce", tensor.nbytes, reduction)
-        if algorithm is Algorithm.SLOTS and self._slots.reduce(tensor, root, divisor=reduction.divisor):
+        if algorithm is Algorithm.SLOTS and self._slots.reduce(
+            tensor, root, divisor=reduction.divisor, extreme=reduction.extreme
+        ):
             return
         if reduction.is_native:
             mpi_calls.reduce(self.comm, tensor, reduction.datatype, reduction.op, root)
@@ -85,7 +89,9 @@ class DenseCollectives:
         is_in_place = algorithm is Algorithm.SLOTS and self._is_own_block(output, source)
         is_apart = is_in_place or not buffers.overlap(source, output)
         result = output if is_apart else torch.empty_like(output)
-        if algorithm is Algorithm.SLOTS and self._slots.reduce_scatter(source, result, divisor=reduction.divisor):
+        if algorithm is Algorithm.SLOTS and self._slots.reduce_scatter(
+            source, result, divisor=reduction.divisor, extreme=reduction.extreme
+        ):
             buffers.unpack(result, output)
             return
         if is_in_place:  # MPI needs separate memory

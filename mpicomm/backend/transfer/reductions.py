@@ -18,6 +18,7 @@ import torch
 
 from mpicomm import mpi, torch_internals
 from mpicomm.backend.transfer import buffers, dtypes
+from mpicomm.native import c_library
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Op
@@ -44,7 +45,9 @@ _WRAPPING = {"MPICH"}
 _PIECE = 2**24  # elements widened at a time
 _SUMS = [name for name, mpi_name in _MPI_OPS.items() if mpi_name == "SUM"]
 _BITWISE = {"BAND", "BOR", "BXOR"}
+_EXTREMES = {"MIN": c_library.LEAST, "MAX": c_library.MOST}
 _ORDERED = {"MIN", "MAX"}
+_OF_SLOTS = {"SUM", "AVG", *_ORDERED}
 # The order of floats as integers. MPI does not define MIN and MAX of NaN and of 0 and -0: the results of ranks differ.
 _SORT_KEYS = {
     torch.bfloat16: torch.int16,
@@ -79,6 +82,11 @@ class Reduction:
 
     uses_slots: bool = False
     """Whether the C library can compute the reduction in shared memory."""
+
+    @property
+    def extreme(self) -> int:
+        """What the C library keeps in place of the sum: c_library.LEAST or c_library.MOST for MIN and MAX."""
+        return _EXTREMES.get(self.name, c_library.NO_EXTREME)
 
     @functools.cached_property
     def is_native(self) -> bool:
@@ -223,7 +231,7 @@ def _reduction_for(name: str, dtype: torch.dtype, size: int, operation: str) -> 
         wide,
         divisor=divisor,
         keys=keys,
-        uses_slots=(name == "SUM" and dtype in _INTEGERS) or (name in ("SUM", "AVG") and dtype in _FLOATS),
+        uses_slots=name in _OF_SLOTS and dtype in (_FLOATS if name == "AVG" else (*_INTEGERS, *_FLOATS)),
     )
 
 

@@ -106,17 +106,21 @@ class NativeSlots:
         )
         self._address = ctypes.addressof(self._state)
 
-    def reduce(self, tensor: torch.Tensor, root: int | None = None, *, divisor: int = 1) -> bool:
+    def reduce(
+        self, tensor: torch.Tensor, root: int | None = None, *, divisor: int = 1, extreme: int = c_library.NO_EXTREME
+    ) -> bool:
         """Reduce in place, and divide the sum; the root has the result, or all ranks if it is None."""
         operation = c_library.ALL_REDUCE if root is None else c_library.REDUCE
         address = tensor.data_ptr() if tensor.is_cpu else None
-        call = c_library.reducing(operation, tensor.dtype, root or 0, divisor)
+        call = c_library.reducing(operation, tensor.dtype, root or 0, divisor, extreme)
         ran = self._run(call, address, address, c_library.KINDS[tensor.dtype][1] * tensor.numel())
         if root in (None, self.rank):
             _note_write(tensor)
         return ran
 
-    def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, *, divisor: int = 1) -> bool:
+    def reduce_scatter(
+        self, tensor: torch.Tensor, out: torch.Tensor, *, divisor: int = 1, extreme: int = c_library.NO_EXTREME
+    ) -> bool:
         """Reduce a tensor with a block for each rank, and divide the sum.
 
         Args:
@@ -124,7 +128,7 @@ class NativeSlots:
                 in float32, and then receives the sums before they are rounded.
         """
         address = tensor.data_ptr() if tensor.is_cpu and out.is_cpu else None
-        call = c_library.reducing(c_library.REDUCE_SCATTER, tensor.dtype, divisor=divisor)
+        call = c_library.reducing(c_library.REDUCE_SCATTER, tensor.dtype, divisor=divisor, extreme=extreme)
         if out.dtype != tensor.dtype:
             call |= c_library.IS_WIDE
         ran = self._run(call, address, out.data_ptr(), c_library.KINDS[tensor.dtype][1] * out.numel())
