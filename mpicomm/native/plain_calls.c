@@ -547,12 +547,32 @@ typedef struct {
     PyObject *args, *results; /* copies of the lists */
     const Method *method;
     Prepare prepare;
-    uint64_t signature, numbers; /* of the call */
+    uint64_t signature, numbers, addresses; /* of the call */
     PyObject *record;            /* of a barrier that has begun */
     int has_begun;
 } QueuedCall;
 
 static PyObject *queued_call_type;
+
+/* A number of the memory of a call. */
+static uint64_t addresses_of(const PlainCalls *self, const Call *call) {
+    const char *const both[] = {call->source, call->out}, *blocks = (const char *)call->blocks;
+    uint64_t found = 0;
+    for (int i = 0; i < 2; i++)
+        if (both[i] != blocks)
+            found = found * 31 + (uint64_t)(uintptr_t)both[i];
+    for (int rank = 0; blocks != NULL && rank < self->size; rank++)
+        found = found * 31 + (uint64_t)(uintptr_t)call->blocks[rank].address;
+    return found;
+}
+
+/* Whether a call can continue with its arguments as they are now: it must write all of its result to one memory. */
+static int is_same_call(const QueuedCall *queued, const Call *call) {
+    if (call->signature != queued->signature || call->numbers != queued->numbers)
+        return 0;
+    return !call->has_begun || addresses_of(queued->owner, call) == queued->addresses ||
+           !mpicomm_has_written(queued->owner->slots);
+}
 
 static PyObject *run_queued(PyObject *self, PyObject *args, PyObject *keywords) {
     QueuedCall *queued = (QueuedCall *)self;
@@ -565,7 +585,7 @@ static PyObject *run_queued(PyObject *self, PyObject *args, PyObject *keywords) 
     if (queued->owner->is_closed)
         return raise_destroyed(), NULL;
     int result = queued->prepare(queued->owner, arguments, &call); /* again: their memory may have moved */
-    int is_same = result > 0 ? call.signature == queued->signature && call.numbers == queued->numbers : !call.has_begun;
+    int is_same = result > 0 ? is_same_call(queued, &call) : !call.has_begun;
     if (result >= 0 && !is_same) {
         PyErr_SetString(PyExc_RuntimeError, "a tensor or the options of an operation were changed before it completed.\n"
                                             "Call wait() on its work first.");
@@ -607,6 +627,7 @@ static QueuedCall *create_queued(PlainCalls *self, const Call *call, Prepare pre
     queued->owner = (PlainCalls *)mpicomm_reference((PyObject *)self);
     queued->method = call->method, queued->prepare = prepare, queued->has_begun = 0, queued->record = NULL;
     queued->signature = call->signature, queued->numbers = call->numbers;
+    queued->addresses = addresses_of(self, call);
     queued->args = copy_arguments(call->method, args);
     queued->results = copy_of(results);
     if (queued->args == NULL || queued->results == NULL)
@@ -744,10 +765,10 @@ static int wake(PlainCalls *self, PyObject *job) {
     return -1;
 }
 
-/* Queue a call that has begun, as the first; return its work. */
-static PyObject *continue_later(PlainCalls *self, const Call *call, QueuedCall *queued, CallRecord *record) {
-    PyObject *job = self->spare, *work = PyObject_GetAttr(job, n_work);
-    self->spare = NULL;
+/* Queue a call that has begun, as the first, by a job; return its work. */
+static PyObject *continue_later(PlainCalls *self, const Call *call, QueuedCall *queued, CallRecord *record,
+                                PyObject *job) {
+    PyObject *work = PyObject_GetAttr(job, n_work);
     queued->has_begun = 1;
     if (call->record != NULL)
         queued->record = mpicomm_reference(call->record);
@@ -761,7 +782,6 @@ static PyObject *continue_later(PlainCalls *self, const Call *call, QueuedCall *
         fail_turn(self, record);
     } else if (end_turn(self) < 0 || wake(self, job) < 0)
         result = -1;
-    Py_DECREF(job);
     if (result < 0)
         Py_CLEAR(work);
     return work;
@@ -792,13 +812,18 @@ static PyObject *start_now(PlainCalls *self, const Call *call, Prepare prepare, 
         return NULL;
     }
     PyObject *explain = mpicomm_reference(self->explain); /* keeps the slots alive */
+    PyObject *job = mpicomm_reference(self->spare);       /* which another thread clears if it destroys the group */
     Group *slots = self->slots;
     mpicomm_begin(slots, call->signature, call->source, call->out, call->numbers);
     Py_BEGIN_ALLOW_THREADS
     has_completed = mpicomm_complete_soon(slots);
     Py_END_ALLOW_THREADS
     Py_DECREF(explain);
-    PyObject *work = (has_completed ? complete_early : continue_later)(self, call, queued, record);
+    if (!has_completed)
+        Py_CLEAR(self->spare);
+    PyObject *work = has_completed ? complete_early(self, call, queued, record)
+                                   : continue_later(self, call, queued, record, job);
+    Py_DECREF(job);
     Py_DECREF((PyObject *)queued);
     return work;
 }

@@ -512,6 +512,8 @@ void mpicomm_begin(Group *group, uint64_t call, const void *source, void *out, u
     start_step(group);
 }
 
+int mpicomm_has_written(const Group *group) { return group->start > 0 || group->stage != ARRIVING; }
+
 int mpicomm_all_have_begun(const Group *group) {
     for (int rank = 0; rank < group->size; rank++)
         if (atomic_load_explicit(&line_of(group, rank)->arrived, memory_order_acquire) != group->number)

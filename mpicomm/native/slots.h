@@ -83,6 +83,9 @@ EXPORTED int mpicomm_continue(Group *group);
 /* The first part of mpicomm_start, which waits for nobody; mpicomm_continue must follow. */
 void mpicomm_begin(Group *group, uint64_t call, const void *source, void *out, uint64_t count);
 
+/* Whether the current operation may have written a part of its result. */
+int mpicomm_has_written(const Group *group);
+
 /* Whether all ranks have begun the current step. */
 int mpicomm_all_have_begun(const Group *group);
 

@@ -21,6 +21,7 @@ from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.execution.work import CompletedWork
 from mpicomm.backend.execution.worker_thread import WakeTimer, Worker
 from mpicomm.backend.transfer import slots
+from mpicomm.recorder import flight_recorder
 
 pytestmark = [
     pytest.mark.usefixtures("several_cores"),
@@ -46,6 +47,14 @@ def group(world: mpicomm.World, new_group: Callable[..., Any]) -> Iterator[Any]:
     dist.all_reduce(torch.ones(1), group=handle)
     world.comm.Barrier()
     return handle
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Let new groups begin all asynchronous calls at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "_gather_cores_per_rank", lambda _comm: 1.0)
+        yield
 
 
 def late(world: mpicomm.World) -> None:
@@ -152,6 +161,31 @@ def test_a_tensor_with_other_elements_when_its_call_continues(
         with pytest.raises((RuntimeError, ValueError), match=FAILED):
             works[-1].wait()  # type: ignore[union-attr]
         assert torch.equal(tensor, expected)
+    world.comm.Barrier()
+
+
+def test_the_group_is_destroyed_during_an_asynchronous_call(
+    world: mpicomm.World, new_group: Callable[..., Any], one_core: None
+) -> None:
+    """Of rank 0, by another thread; the other ranks call late."""
+    group, errors = new_group(), list[str]()
+    dist.all_reduce(torch.ones(1), group=group)
+    dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()  # type: ignore[union-attr]
+    group._executor.algorithms.slots._state.soon_ns = 10**9
+
+    def call() -> None:
+        try:
+            dist.all_reduce(torch.ones(4), group=group, async_op=True).wait()  # type: ignore[union-attr]
+        except (RuntimeError, ValueError) as error:
+            errors.append(str(error))
+
+    if world.rank == 0:
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert mpi.poll(lambda: bool(flight_recorder.running()), 30)
+        group._plain.close()  # what destroy_process_group() does first
+        thread.join(30)
+        assert errors
     world.comm.Barrier()
 
 
