@@ -282,7 +282,7 @@ MUTANTS = [
     ),
     Mutant(
         "plain_calls.c",
-        old='    if (queued->owner->is_closed)\n        return raise_destroyed(), NULL;\n',
+        old="    if (queued->owner->is_closed)\n        return raise_destroyed(), NULL;\n",
         fault="A call that was queued while the group was destroyed runs on a communicator that was freed.",
         tests="tests/mpi/test_early_calls.py -k destroyed",
         ranks=2,
