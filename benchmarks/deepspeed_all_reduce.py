@@ -7,7 +7,6 @@ needs a C++ compiler and ninja. Rank 0 writes docs/results/deepspeed-<ranks>-<MP
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import os
@@ -22,7 +21,6 @@ import mpicomm
 from benchmarks import rank_results
 from mpicomm.bench import compared_backends, sweep, timing
 from mpicomm.bench.measured_operations import MeasuredOperation
-from mpicomm.cli.argument_types import count
 from mpicomm.job.session import World
 
 _SIZES = [2**exponent for exponent in range(13, 19)]  # bytes: 8 KiB to 256 KiB
@@ -33,10 +31,7 @@ _SIZE = "LOCAL_SIZE"  # the kernel reads the number of ranks of the node from th
 
 def main() -> None:
     """Measure, and write the results on rank 0."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.deepspeed_all_reduce", description=__doc__)
-    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
-    parser.add_argument("--rounds", metavar="R", type=count, default=7, help="rounds (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = rank_results.options("benchmarks.deepspeed_all_reduce", __doc__, 7)
     with mpicomm.bootstrap("mpi") as world:
         kernel = load(world)
 

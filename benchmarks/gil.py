@@ -6,10 +6,8 @@ times of rank 1. Rank 0 writes docs/results/gil-<ranks>-<MPI>.json, or the file 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +16,6 @@ import mpicomm
 from benchmarks import rank_results
 from mpicomm.bench import overlap, timing
 from mpicomm.bench.timing import Bench, Timed
-from mpicomm.cli.argument_types import count
 
 ROUNDS = 15
 BYTES = 2**24
@@ -28,10 +25,7 @@ WITH_LOOP, ALONE = "with the loop", "alone"
 
 def main() -> None:
     """Measure, and write the results on rank 0."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gil", description=__doc__)
-    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
-    parser.add_argument("--rounds", metavar="R", type=count, default=ROUNDS, help="rounds (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = rank_results.options("benchmarks.gil", __doc__, ROUNDS)
     torch.set_num_threads(1)
     with mpicomm.bootstrap("mpi") as world:
         gloo = dist.new_group(backend="gloo")

@@ -5,9 +5,7 @@ Rank 0 writes docs/results/microseconds-<ranks>-<MPI>.json, or the file of the o
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from mpicomm.backend.execution.work import CompletedWork
 from mpicomm.bench import compared_backends, sweep, timing
 from mpicomm.bench.compared_backends import ASYNCHRONOUS, MPI4PY, NOTHING, OURS
 from mpicomm.bench.measured_operations import OPERATIONS, Case, MeasuredOperation
-from mpicomm.cli.argument_types import count
 
 ROUNDS = 21
 SIZES = (4, 2**10, 2**16)
@@ -30,10 +27,7 @@ _TORCH = "of it torch, with a no-op group"
 
 def main() -> None:
     """Measure in interleaved rounds, and write the mean time per call of the fastest and of the median rounds."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.microseconds", description=__doc__)
-    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
-    parser.add_argument("--rounds", metavar="R", type=count, default=ROUNDS, help="rounds (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = rank_results.options("benchmarks.microseconds", __doc__, ROUNDS)
     world = mpicomm.bootstrap("mpi")
     assert world.comm is not None
     bench = timing.on_ranks_of(world, arguments.rounds, seconds=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import sys
@@ -9,9 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from mpicomm import job_info, mpi
+from mpicomm.cli.argument_types import count
 from mpicomm.reports import result_files
 
 _DIRECTORY = Path(__file__).resolve().parents[1] / "docs" / "results"
+
+
+def options(program: str, description: str | None, rounds: int) -> argparse.Namespace:
+    """Return the options --json and --rounds of a program."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
+    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--rounds", metavar="R", type=count, default=rounds, help="rounds (default: %(default)s)")
+    return parser.parse_args()
 
 
 def write(name: str, size: int, what: str, path: Path | None = None, /, **figures: Any) -> None:

@@ -9,10 +9,8 @@ same state of the machine. Rank 0 writes docs/results/steadiness-<ranks>-<MPI>.j
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy
 import torch
@@ -24,7 +22,6 @@ from benchmarks import rank_results
 from mpicomm.bench import sweep, timing
 from mpicomm.bench.measured_operations import MeasuredOperation
 from mpicomm.bench.timing import Call, Timed
-from mpicomm.cli.argument_types import count
 from mpicomm.job.session import World
 
 _ROUNDS, _SECONDS = 60, 0.015  # of each round
@@ -37,10 +34,7 @@ _OURS, _PLAIN = "mpicomm", "mpi4py"
 
 def main() -> None:
     """Measure, and write the results on rank 0."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.steadiness", description=__doc__)
-    parser.add_argument("--json", metavar="F", type=Path, help="write the results to this JSON file")
-    parser.add_argument("--rounds", metavar="R", type=count, default=_ROUNDS, help="rounds (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = rank_results.options("benchmarks.steadiness", __doc__, _ROUNDS)
     torch.set_num_threads(1)
     with mpicomm.bootstrap("mpi") as world:
         assert world.comm is not None, "the backend mpi has a communicator"

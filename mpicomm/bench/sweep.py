@@ -83,7 +83,7 @@ def cases(
         for in_place, nbytes in itertools.product(OPERATIONS[name].places, sizes):
             case = Case(name, nbytes, dtype, device, in_place, world.rank, world.size)
             # Several small sizes may round to one element per rank.
-            distinct[name, dtype, in_place, OPERATIONS[name].count_of(case)] = case
+            distinct.setdefault((name, dtype, in_place, OPERATIONS[name].count_of(case)), case)
     return list(distinct.values())
 
 

@@ -37,6 +37,13 @@ def digest_of(signature: Signature) -> tuple[int, int]:
     return agreement.digest(repr(signature).encode())
 
 
+@functools.lru_cache(maxsize=256)
+def _digest_on(device: torch.device, signature: Signature) -> torch.Tensor:
+    """Return the digest of a signature on a device; nobody may write into it."""
+    with torch.inference_mode(False):
+        return torch.tensor(digest_of(signature), device=device)
+
+
 def compare_signatures(members: GroupArgument, signature: Signature, mode: Mode) -> Generator[Works, None, None]:
     """Compare the signatures of all ranks of the group, with one all_gather (collective).
 
@@ -45,11 +52,16 @@ def compare_signatures(members: GroupArgument, signature: Signature, mode: Mode)
     """
     if members.size == 1:
         return
-    mine = torch.tensor(digest_of(signature), device=members.control)
-    every = mine.new_empty(2 * members.size)
-    yield [torch_internals.all_gather_single(every, mine, group=members.handle, async_op=mode.early)]
-    if every.tolist() != mine.tolist() * members.size:
+    table = yield from gathered(members, _digest_on(members.control, signature), mode)
+    if table.count(table[0]) < members.size:
         refuse(members, signature)
+
+
+def gathered(members: GroupArgument, numbers: torch.Tensor, mode: Mode) -> Generator[Works, None, list[list[int]]]:
+    """Return the integers of every rank, one row per rank (collective); all ranks have equally many."""
+    table = numbers.new_empty(members.size * len(numbers))  # Gloo refuses two dimensions
+    yield [torch_internals.all_gather_single(table, numbers, group=members.handle, async_op=mode.early)]
+    return table.view(members.size, -1).tolist()
 
 
 def compare_calls(

@@ -160,24 +160,15 @@ def _lengths(
     signature = (operation, description.with_lengths(["*"] * len(shapes)))
     own_lengths = [shape[0] if shape else -1 for shape in shapes]
     first = [*call_check.digest_of(signature), *own_lengths[:_LENGTHS], *[-1] * (_LENGTHS - len(own_lengths))]
-    table = yield from _gathered(first, members, is_async=mode.early)
+    table = yield from call_check.gathered(members, torch.tensor(first, device=members.control), mode)
     if any(row[:2] != first[:2] for row in table):
         call_check.refuse(members, signature)
     lengths = [row[2 : 2 + len(own_lengths)] for row in table]
     if len(own_lengths) > _LENGTHS:
-        rest = yield from _gathered(own_lengths[_LENGTHS:], members, is_async=False)
+        rest_of_own = torch.tensor(own_lengths[_LENGTHS:], device=members.control)
+        rest = yield from call_check.gathered(members, rest_of_own, IN_THE_CALL)
         lengths = [[*some, *others] for some, others in zip(lengths, rest, strict=True)]
     return [description.with_lengths(of_rank) for of_rank in lengths]
-
-
-def _gathered(
-    numbers: Sequence[int], members: GroupArgument, *, is_async: bool
-) -> Generator[Works, None, list[list[int]]]:
-    """Return the numbers of every rank, one row per rank; all rows have the same length."""
-    row = torch.tensor(numbers, dtype=torch.int64, device=members.control)
-    table = torch.empty(members.size, len(numbers), dtype=torch.int64, device=members.control)
-    yield [dist.all_gather(list(table), row, members.handle, async_op=is_async)]
-    return table.tolist()
 
 
 def _padded(content: torch.Tensor, length: int) -> torch.Tensor:

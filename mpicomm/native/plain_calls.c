@@ -844,9 +844,10 @@ static PyObject *start(PlainCalls *self, Call *call, Prepare prepare, PyObject *
     int is_async = mpicomm_is_true(args[call->method->arguments], n_async), has_turn = 0;
     int is_eager = is_async > 0 && self->has_threads && call->uses_slots && self->slots != NULL &&
                    is_within(call, self->eager_bytes);
-    if (is_async < 0)
+    Py_ssize_t jobs = PyObject_Size(self->jobs);
+    if (is_async < 0 || jobs < 0)
         return NULL;
-    if (is_async && !is_eager) /* without threads, the queue raises an error */
+    if (jobs > 0 || (is_async && !is_eager)) /* the queue makes records itself; without threads, it raises an error */
         return start_later(self, call, prepare, args, results);
     CallRecord *record = create_record(self, call, args); /* before the turn: no code in Python follows */
     if (record != NULL && call->method->operation == BARRIER) {

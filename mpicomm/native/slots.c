@@ -217,8 +217,8 @@ static char *slot_of(const Group *group, int rank) {
     return group->slots + ((group->number % 2) * (size_t)group->size + (size_t)rank) * group->slot_bytes;
 }
 
-/* Wait until all ranks have stored this step's number in a word of their lines; return whether they have. */
-static int all_have(const Group *group, size_t word) {
+/* Wait until all ranks have stored this step's number in a word of their lines; return whether they have in time. */
+static int all_have(const Group *group, size_t word, int64_t limit_ns) {
     int64_t start = 0;
     int turns = 0;
     for (int rank = 0; rank < group->size; rank++) {
@@ -227,7 +227,7 @@ static int all_have(const Group *group, size_t word) {
             if (++turns % 64 == 0 || turns > group->spins) {
                 int64_t time = now();
                 start = start ? start : time;
-                if (time - start > group->pause_ns)
+                if (time - start > limit_ns)
                     return 0;
             }
             if (turns > group->spins)
@@ -470,17 +470,18 @@ static void fetch_parts(const Group *group) {
 }
 
 /* Whether all ranks have arrived. The caller of a barrier sleeps between two calls: ranks may be late by minutes. */
-static int have_arrived(Group *group) {
+static int have_arrived(Group *group, int64_t limit_ns) {
     int have = group->operation == BARRIER && group->has_waited ? mpicomm_all_have_begun(group)
-                                                                : all_have(group, offsetof(Line, arrived));
+                                                                : all_have(group, offsetof(Line, arrived), limit_ns);
     group->has_waited |= !have;
     return have;
 }
 
-EXPORTED int mpicomm_continue(Group *group) {
+/* Run the rest of an operation, as long as no rank is late by more than a limit. */
+static Status run_steps(Group *group, int64_t limit_ns) {
     for (;;) {
         if (group->stage == ARRIVING) {
-            if (!have_arrived(group))
+            if (!have_arrived(group, limit_ns))
                 return WAITING;
             Status status = compare(group);
             if (status != DONE)
@@ -491,7 +492,7 @@ EXPORTED int mpicomm_continue(Group *group) {
             }
         }
         if (group->stage == ADDING) {
-            if (!all_have(group, offsetof(Line, reduced)))
+            if (!all_have(group, offsetof(Line, reduced), limit_ns))
                 return WAITING;
             fetch_parts(group);
         }
@@ -501,6 +502,8 @@ EXPORTED int mpicomm_continue(Group *group) {
         start_step(group);
     }
 }
+
+EXPORTED int mpicomm_continue(Group *group) { return run_steps(group, group->pause_ns); }
 
 void mpicomm_begin(Group *group, uint64_t call, const void *source, void *out, uint64_t count) {
     group->signature = call & ~((uint64_t)1 << LIST_SHIFT);
@@ -522,10 +525,8 @@ int mpicomm_all_have_begun(const Group *group) {
 }
 
 int mpicomm_complete_soon(Group *group) {
-    int64_t pause_ns = group->pause_ns;
-    group->pause_ns = group->soon_ns;
-    int status = mpicomm_continue(group);
-    group->pause_ns = pause_ns, group->has_waited = 0;
+    Status status = run_steps(group, group->soon_ns);
+    group->has_waited = 0;
     return status == DONE;
 }
 

@@ -265,14 +265,11 @@ def check_parameters(wrapped: DDPModel | FSDPModel, step: int) -> None:
         return
     # 1. compare a digest of the sums
     names = [name for name, _ in wrapped.inner.named_parameters()]
-    sums = torch.stack([_sum_of_bits(parameter) for parameter in wrapped.inner.parameters()])
-    control = group_argument.resolve(None, "the trainer").control
-    least = torch.tensor(agreement.extremes(agreement.digest(sums.cpu().numpy().tobytes())), device=control)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    if agreement.all_equal(least.tolist()):
+    sums = torch.stack([_sum_of_bits(parameter) for parameter in wrapped.inner.parameters()]).cpu()
+    if len(set(collectives.all_gather_object(agreement.digest(sums.numpy().tobytes())))) == 1:
         return
     # 2. find the ranks that differ from the most frequent value
-    gathered = torch.stack(collectives.all_gather(sums.to(control)))
+    gathered = torch.stack(collectives.all_gather_object(sums))
     usual = gathered.mode(dim=0).values
     others = [rank for rank, row in enumerate(gathered) if not torch.equal(row, usual)]
     first = names[int((gathered != usual).any(dim=0).nonzero()[0])]

@@ -40,11 +40,18 @@ def make(new_group: Make) -> Make:
 
 
 @pytest.fixture
-def several_cores(world: mpicomm.World) -> Iterator[None]:
+def set_cores() -> Iterator[Callable[[float], None]]:
+    """Set the number of cores of a rank that new groups find."""
+    with pytest.MonkeyPatch.context() as patch:  # not the test's, which ends after the groups
+        yield lambda cores: patch.setattr(slots, "_gather_cores_per_rank", lambda _comm: cores)
+
+
+@pytest.fixture
+def several_cores(world: mpicomm.World, set_cores: Callable[[float], None]) -> Iterator[None]:
     """Queue large asynchronous calls of the world, and of new groups, as where each rank has several cores."""
     algorithms = dist.group.WORLD._executor.algorithms  # type: ignore[union-attr]
-    with pytest.MonkeyPatch.context() as patch:  # not the test's, which ends after the groups
-        patch.setattr(slots, "_gather_cores_per_rank", lambda _comm: 2.0)
+    set_cores(2)
+    with pytest.MonkeyPatch.context() as patch:
         if algorithms.slots is not None:
             patch.setattr(algorithms.slots, "_eager_bytes", slots._EAGER_BYTES)
         algorithms._publish()

@@ -20,7 +20,6 @@ from mpicomm.backend import plain_calls
 from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.execution.work import CompletedWork
 from mpicomm.backend.execution.worker_thread import WakeTimer, Worker
-from mpicomm.backend.transfer import slots
 from mpicomm.recorder import flight_recorder
 
 pytestmark = [
@@ -47,14 +46,6 @@ def group(world: mpicomm.World, new_group: Callable[..., Any]) -> Iterator[Any]:
     dist.all_reduce(torch.ones(1), group=handle)
     world.comm.Barrier()
     return handle
-
-
-@pytest.fixture
-def one_core() -> Iterator[None]:
-    """Let new groups begin all asynchronous calls at once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots, "_gather_cores_per_rank", lambda _comm: 1.0)
-        yield
 
 
 def late(world: mpicomm.World) -> None:
@@ -165,9 +156,10 @@ def test_a_tensor_with_other_elements_when_its_call_continues(
 
 
 def test_the_group_is_destroyed_during_an_asynchronous_call(
-    world: mpicomm.World, new_group: Callable[..., Any], one_core: None
+    world: mpicomm.World, new_group: Callable[..., Any], set_cores: Callable[[float], None]
 ) -> None:
     """Of rank 0, by another thread; the other ranks call late."""
+    set_cores(1)
     group, errors = new_group(), list[str]()
     dist.all_reduce(torch.ones(1), group=group)
     dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()  # type: ignore[union-attr]
@@ -207,13 +199,15 @@ def test_options_that_are_changed_before_the_call_continues(world: mpicomm.World
 
 @pytest.mark.parametrize("cores", [1.0, 2.0])
 def test_a_large_call_begins_in_the_call_if_its_rank_has_one_core(
-    world: mpicomm.World, new_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, cores: float
+    world: mpicomm.World,
+    new_group: Callable[..., Any],
+    set_cores: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    cores: float,
 ) -> None:
-    tensor = torch.full((QUEUED,), 1.0 + world.rank)
-    with monkeypatch.context() as patch:
-        patch.setattr(slots, "_gather_cores_per_rank", lambda _comm: cores)
-        group = new_group()
-        dist.all_reduce(torch.ones(1), group=group)
+    set_cores(cores)
+    tensor, group = torch.full((QUEUED,), 1.0 + world.rank), new_group()
+    dist.all_reduce(torch.ones(1), group=group)
     state = group._executor.algorithms.slots._state
     monkeypatch.setattr(WakeTimer, "set", lambda *_: None)  # the worker's thread begins nothing
     before = state.number

@@ -251,8 +251,8 @@ MUTANTS = [
     ),
     Mutant(
         "slots.c",
-        old="    group->pause_ns = group->soon_ns;\n",
-        new="",
+        old="run_steps(group, group->soon_ns)",
+        new="run_steps(group, group->pause_ns)",
         fault="An asynchronous call waits for late ranks for a millisecond.",
         tests="tests/mpi/test_early_calls.py -k late_ranks",
         ranks=2,
@@ -1243,7 +1243,7 @@ _divide(dense, self.divisor)
     ),
     Mutant(
         "reductions._reduction_for",
-        old="_SORT_KEYS.get(wide or dtype) if name in _ORDERED else None",
+        old="_SORT_KEYS.get(wide or dtype) if name in _EXTREMES else None",
         new="None",
         fault="MIN and MAX of NaN, and of 0 and -0, are what MPI makes of them: the results of the ranks differ.",
         tests="tests/mpi/test_matrix.py -k test_extremes",

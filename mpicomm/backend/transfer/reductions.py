@@ -46,8 +46,7 @@ _PIECE = 2**24  # elements widened at a time
 _SUMS = [name for name, mpi_name in _MPI_OPS.items() if mpi_name == "SUM"]
 _BITWISE = {"BAND", "BOR", "BXOR"}
 _EXTREMES = {"MIN": c_library.LEAST, "MAX": c_library.MOST}
-_ORDERED = {"MIN", "MAX"}
-_OF_SLOTS = {"SUM", "AVG", *_ORDERED}
+_OF_SLOTS = {"SUM", "AVG", *_EXTREMES}
 # The order of floats as integers. MPI does not define MIN and MAX of NaN and of 0 and -0: the results of ranks differ.
 _SORT_KEYS = {
     torch.bfloat16: torch.int16,
@@ -208,8 +207,8 @@ def _factor(op: Any) -> Any:
 
 @functools.cache
 def _reduction_for(name: str, dtype: torch.dtype, size: int, operation: str) -> Reduction:
-    wide = None if name in _ORDERED and dtype in _SORT_KEYS else _wide(name, dtype)
-    keys = _SORT_KEYS.get(wide or dtype) if name in _ORDERED else None
+    wide = None if name in _EXTREMES and dtype in _SORT_KEYS else _wide(name, dtype)
+    keys = _SORT_KEYS.get(wide or dtype) if name in _EXTREMES else None
     datatype = dtypes.arithmetic(keys or wide or dtype)
     mpi_name = (_BOOL_OPS if dtype == torch.bool else _MPI_OPS).get(name)
     if datatype is None:
@@ -253,4 +252,4 @@ def _is_meaningless(name: str, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point or dtype.is_complex
     if name == "PREMUL_SUM":
         return not (dtype.is_floating_point or dtype.is_complex)
-    return name in _ORDERED and dtype.is_complex
+    return name in _EXTREMES and dtype.is_complex
