@@ -24,6 +24,7 @@ from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.devices import accelerator, vendors
 from mpicomm.recorder.flight_recorder import Operation
 from mpicomm.recorder.stream_queue import StreamQueue
+from mpicomm.watchdog import rank_failures
 
 
 class CompositeProcessGroup(MPIProcessGroup):
@@ -48,6 +49,7 @@ class CompositeProcessGroup(MPIProcessGroup):
         self._is_connected = False  # whether the vendor's backend has certainly created its communicator
         # C++ code, such as that of symmetric memory, takes the vendor's backend from the group that the user has.
         torch_internals.share_backend(inner, self, torch.device(device_type))
+        rank_failures.abort_on_failure(inner)
 
     @classmethod
     def create(
@@ -140,6 +142,7 @@ class CompositeProcessGroup(MPIProcessGroup):
         super().shutdown()
 
     def _end_records(self) -> None:
+        rank_failures.keep_on_failure(self._inner)
         self._stream.close()
         torch_internals.detach_recorder(self._inner)
 
@@ -171,8 +174,10 @@ class CompositeProcessGroup(MPIProcessGroup):
         self._stream.device = tensor.device
         try:
             work = getattr(self._inner, torch_internals.name_in_this_torch(name))(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             operation.finish()
+            if isinstance(error, Exception):
+                rank_failures.raise_if_failed(error)
             raise
         if self._batched is None:
             self._add_to_batch(work)

@@ -54,6 +54,12 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
+def wait_for_work(device: torch.device) -> None:
+    """Wait until a device has run the work of its current stream."""
+    if device.type != "cpu":
+        current_stream(device).synchronize()
+
+
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """Return the devices that hold these tensors, without the CPU and without duplicates."""
     return list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu))

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ACCELERATE_USE_CPU = "ACCELERATE_USE_CPU"
+# If a rank fails, torch's threads for NCCL end the process by default, and a group waits a minute for its thread.
+_NCCL_IF_RANKS_FAIL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # leave errors to this package, which aborts the group
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",  # a quarter of the time after an error that is left for dumps
+}
 
 
 def create(
@@ -131,6 +137,8 @@ def _export(opened: Session) -> None:
     # Without it, `accelerate.Accelerator()` on CPUs ignores RANK and WORLD_SIZE: each rank would train alone.
     if world.device.type == "cpu" and not os.environ.get(_ACCELERATE_USE_CPU):
         values[_ACCELERATE_USE_CPU] = "true"
+    if opened.failures is not None:
+        values.update({name: value for name, value in _NCCL_IF_RANKS_FAIL.items() if name not in os.environ})
     for name, value in values.items():
         opened.environ[name] = os.environ.get(name)
         os.environ[name] = str(value)

@@ -1,14 +1,19 @@
 """The failed ranks of a world that can be recovered, and the error that operations raise because of them.
 
 The watchdog records failures as soon as a connection is lost; an operation whose MPI call fails records those that MPI
-knows. Recording one breaks all groups and revokes their communicators, so that blocked calls return on all ranks.
+knows. Recording one breaks all groups, revokes their communicators, and aborts those of vendors' libraries, so that
+blocked calls return on all ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from mpicomm import mpi
 from mpicomm.errors import RankFailedError
@@ -63,6 +68,7 @@ class RankFailures:
         self.has_any.set()  # first: operations that the next lines interrupt must raise RankFailedError
         flight_recorder.break_all(self.describe(self.ranks))
         mpi.revoke_all()
+        _abort_groups()
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Return which ranks have failed, and why."""
@@ -119,8 +125,8 @@ def error_after(error: Exception) -> RankFailedError | None:
     """Return the error to raise in place of one of an operation, if a rank has failed; else None."""
     if (failures := current()) is None or isinstance(error, RankFailedError):
         return None
-    # Other errors may be those of the program.
-    may_be_failure = isinstance(error, (mpi.api().Exception, ProcessLookupError))
+    # Other errors may be those of the program; NCCL's are of type DistBackendError.
+    may_be_failure = isinstance(error, (mpi.api().Exception, ProcessLookupError, dist.DistError))
     has_failed = failures.wait_until_known() if may_be_failure else failures.has_any.is_set()
     return failures.error() if has_failed else None
 
@@ -141,3 +147,36 @@ def raise_if_failed(error: Exception | None) -> None:
         failed = failures.error() if failures is not None and failures.has_any.is_set() else None
     if failed is not None:
         raise failed from error
+
+
+# -- groups of vendors' libraries -----------------------------------------------------------------------------------
+
+
+_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def abort_on_failure(group: dist.ProcessGroup) -> None:
+    """Abort a group of a vendor's library as soon as a rank has failed.
+
+    Otherwise its operations wait on the device for that rank, and so do the threads that wait for the device, which no
+    other call interrupts.
+    """
+    _groups.add(group)
+    if (failures := current()) is not None and failures.has_any.is_set():
+        _abort_groups()
+
+
+def keep_on_failure(group: dist.ProcessGroup) -> None:
+    """Do not abort a group when a rank fails: it has ended."""
+    _groups.discard(group)
+
+
+def _abort_groups() -> None:
+    for group in list(_groups):
+        _groups.discard(group)
+        threading.Thread(target=_abort, args=(group,), name="mpicomm-abort", daemon=True).start()  # it may take long
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(Exception):  # recover() aborts it again, and then raises the error
+        group.abort()

@@ -72,28 +72,61 @@ mpicomm.barrier()
 print(f"rank {world.rank} of {world.size} has started, {world.recoveries} recovery")
 """
 
-# Rank 1 dies while the vendor's backend of the others waits for it.
+# Rank 1 dies while the vendor's backend of the others waits for it on the device, until the group is aborted.
 VENDOR = f"""
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 from tests import accelerator
 from tests.accelerator import recording
+from mpicomm.training import resumable_run
 
 os.environ["EMULATED_DEVICES"] = "3"
 accelerator.register()
 recording.register(accelerator.NAME)
 world = mpicomm.bootstrap("cpu:mpi,emulated:recording", on_failure="recover")
 part = dist.new_group()
-if world.rank == 1:
-    die()
 tensor = torch.ones(4, device=world.device)
-dist.all_reduce(tensor, group=part, async_op=True)
+dist.all_reduce(tensor, group=part)
+abort, reduce, is_aborted = recording.Recording.abort, recording.Recording._reduce, threading.Event()
+
+def noted_abort(backend):
+    is_aborted.set()
+    abort(backend)
+
+recording.Recording.abort = noted_abort
+if world.rank == 1:
+    threading.Timer(0.5, die).start()
+    threading.Event().wait()
+recording.Recording._reduce = lambda *_: is_aborted.wait()
+dist.all_reduce(tensor, group=part)
+tensor.cpu()
+recording.Recording._reduce = reduce
+try:
+    dist.all_reduce(tensor, group=part)
+except mpicomm.RankFailedError as error:
+    print(error, flush=True)
 world = recovered(world)
 calls = [{{call.method for call in backend.calls}} for backend in recording.backends]
 assert [methods & {{"abort", "shutdown"}} for methods in calls] == [{{"abort"}}, {{"abort"}}, set()], calls
 tensor = torch.ones(4, device=world.device)
 dist.all_reduce(tensor)
 print(tensor.tolist(), flush=True)
+
+# The ranks vote for a step of the trainer when the device has reduced the gradients.
+are_idle, vote = [], resumable_run.ResumableRun.start_vote
+
+def noted_vote(run, **arguments):
+    are_idle.append(torch.accelerator.current_stream().query())
+    vote(run, **arguments)
+
+resumable_run.ResumableRun.start_vote = noted_vote
+recording.backends[-1].delay_seconds = 0.2
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loss = torch.nn.MSELoss()
+trainer = mpicomm.Trainer(model, optimizer, loss, on_failure="recover", on_nonfinite="skip")
+trainer.fit(torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), 1)
+print(f"idle before each vote: {{set(are_idle)}}", flush=True)
 """
 
 # Rank 2 dies at the end of a call of the trainer, which rank 0 notices and rank 1, whose call is complete, does not.
@@ -354,7 +387,9 @@ def test_a_rank_that_dies_at_the_end_does_not_fail_the_job() -> None:
 def test_a_vendors_communicators_are_aborted_and_made_anew() -> None:
     outcome = run(3, VENDOR)
     assert outcome.status == 0, outcome
+    assert outcome.stdout.count("rank 1 of 3 on") == 2, outcome
     assert outcome.stdout.count("[2.0, 2.0, 2.0, 2.0]") == 2, outcome
+    assert outcome.stdout.count("idle before each vote: {True}") == 2, outcome
 
 
 def test_a_rank_that_dies_during_the_start_is_replaced_and_the_other_spare_waits() -> None:

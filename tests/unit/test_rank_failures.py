@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import types
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from mpicomm import mpi, topology
 from mpicomm.backend.execution import group_state
@@ -46,6 +48,36 @@ def test_an_operation_that_a_failure_interrupts_raises_its_error_at_once(
     failures.record({1: "it was killed"})
     record.is_closed = True
     assert [(type(each), getattr(each, "ranks", None)) for each in errors] == [(RankFailedError, (1,))]
+
+
+def test_an_error_of_nccl_waits_for_the_report_of_the_failure(failures: RankFailures) -> None:
+    """NCCL notices the end of a rank's connection, perhaps before the watchdog does."""
+    assert rank_failures.error_after(RuntimeError("of the program")) is None
+    timer = threading.Timer(0.2, failures.record, [{1: "it was killed"}])
+    timer.start()
+    error = rank_failures.error_after(dist.DistBackendError("ncclRemoteError"))
+    timer.join()
+    assert isinstance(error, RankFailedError)
+
+
+def test_the_groups_of_vendors_are_aborted_once(failures: RankFailures) -> None:
+    class Inner:
+        def __init__(self) -> None:
+            self.aborts: queue.Queue[str] = queue.Queue()
+
+        def abort(self) -> None:
+            self.aborts.put(threading.current_thread().name)
+            raise RuntimeError("recover() raises it again")
+
+    early, ended, late = Inner(), Inner(), Inner()
+    for inner in (early, ended):
+        rank_failures.abort_on_failure(cast("Any", inner))
+    rank_failures.keep_on_failure(cast("Any", ended))
+    failures.record({1: "it was killed"})
+    rank_failures.abort_on_failure(cast("Any", late))
+    failures.record({2: "it was killed"})
+    assert [inner.aborts.get(timeout=30) for inner in (early, late)] == ["mpicomm-abort"] * 2
+    assert [inner.aborts.qsize() for inner in (early, ended, late)] == [0, 0, 0]
 
 
 def test_the_loss_of_a_spare_is_not_a_failure(failures: RankFailures) -> None:

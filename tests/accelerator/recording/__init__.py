@@ -313,7 +313,12 @@ class Recording:
                 future.set_exception(error)  # type: ignore[arg-type]
 
         release = accelerator.block_stream() if on_device and device.type == accelerator.NAME and not is_async else None
-        task = self._thread.submit(complete)
+        try:
+            task = self._thread.submit(complete)
+        except RuntimeError:  # the backend has been aborted
+            if release is not None:
+                release()
+            raise
         if release is not None:  # also if the backend is aborted
             task.add_done_callback(lambda _task: release())
         elif not is_async:  # a real device's stream cannot be blocked by the host
