@@ -29,7 +29,7 @@ KINDS = {
     torch.int32: (_INT32, 1),
     torch.int64: (_INT64, 1),
 }
-"""For each dtype, the kind of number that the library adds, and how many of them an element has."""
+"""For each dtype, the kind of number that the library reduces, and how many of them an element has."""
 
 ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER, BARRIER = range(9)
 DONE, WAITING, DIFFERENT, UNAVAILABLE = range(4)
@@ -44,7 +44,6 @@ IS_WIDE = 1 << 15
 
 IS_LIST = 1 << 63
 """Added to a call if the blocks of the ranks are a list: an array of addresses and sizes in bytes."""
-
 
 NO_EXTREME, LEAST, MOST = range(3)
 """What a reduction keeps: the sum, or the least or largest number of all ranks."""

@@ -1,4 +1,4 @@
-/* The inner loops of the collective operations in shared memory: sums in rank order, and tensors through slots.
+/* The inner loops of the collective operations in shared memory: reductions in rank order, and tensors through slots.
 
    This file knows neither Python nor torch nor MPI. The extension module calls it (plain_calls.c), and c_library.py by
    ctypes, which releases the GIL. */
@@ -27,7 +27,7 @@
 #define INDEPENDENT
 #endif
 
-#define BLOCK 1024           /* elements added at a time; their sums stay in the L1 cache */
+#define BLOCK 1024           /* elements reduced at a time; their results stay in the L1 cache */
 
 /* -- numbers ---------------------------------------------------------------------------------------------------- */
 
@@ -393,7 +393,7 @@ static Status compare(Group *group) {
     return status == DONE && may_differ ? compare_blocks(group) : status;
 }
 
-/* Add `length` numbers of all ranks: this rank's own, and those at an offset in the slots of the others. */
+/* Add or compare `length` numbers of all ranks: this rank's own, and those at an offset in the slots of the others. */
 static void add(const Group *group, const char *mine, size_t offset, size_t length, char *out, char *copy) {
     const void *terms[group->size];
     for (int rank = 0; rank < group->size; rank++)

@@ -70,8 +70,8 @@ typedef struct {
 
 /* Start an operation, and finish it unless other ranks are late.
 
-   call: the operation, the kind of number, whether sums stay wide, the root, the divisor, the dtype, and whether the
-   blocks are a list
+   call: the operation, the kind of number, the extreme, whether sums stay wide, the root, the divisor, the dtype, and
+   whether the blocks are a list
    source: this rank's contribution, for scatter that of the root; NULL if the library cannot read it
    out: this rank's result
    count: numbers in the whole tensor, or in this rank's block if a tensor has a block for each rank */

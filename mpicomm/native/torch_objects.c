@@ -110,8 +110,8 @@ static int take_dtype(PyObject *row, Dtype *dtype) {
     unsigned long long item, code;
     long long arithmetic, carrier;
     int sum_row, average_row;
-    CHECK(PyArg_ParseTuple(row, "OiiKKiiLL", &object, &dtype->kind, &dtype->compared_kind, &item, &code, &sum_row, &average_row, &arithmetic,
-                           &carrier));
+    CHECK(PyArg_ParseTuple(row, "OiiKKiiLL", &object, &dtype->kind, &dtype->compared_kind, &item, &code, &sum_row,
+                           &average_row, &arithmetic, &carrier));
     dtype->dtype = mpicomm_reference(object);
     dtype->item = item, dtype->code = code, dtype->sum = (Row)sum_row, dtype->average = (Row)average_row;
     dtype->arithmetic = (Handle)arithmetic, dtype->carrier = (Handle)carrier;

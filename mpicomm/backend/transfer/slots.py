@@ -10,7 +10,7 @@ the other parts. A tensor that is larger than a slot takes several steps.
 
 With each number, a rank publishes its operation, and the dtype and size of its tensor: all ranks detect a difference.
 
-The sums are made in rank order: all ranks receive the same bits, which depend only on the number of ranks.
+Reductions are made in rank order: all ranks receive the same bits, which depend only on the number of ranks.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class NativeSlots:
     def reduce(
         self, tensor: torch.Tensor, root: int | None = None, *, divisor: int = 1, extreme: int = c_library.NO_EXTREME
     ) -> bool:
-        """Reduce in place, and divide the sum; the root has the result, or all ranks if it is None."""
+        """Reduce in place: add and divide, or keep an extreme; the root has the result, or all ranks if it is None."""
         operation = c_library.ALL_REDUCE if root is None else c_library.REDUCE
         address = tensor.data_ptr() if tensor.is_cpu else None
         call = c_library.reducing(operation, tensor.dtype, root or 0, divisor, extreme)
@@ -121,7 +121,7 @@ class NativeSlots:
     def reduce_scatter(
         self, tensor: torch.Tensor, out: torch.Tensor, *, divisor: int = 1, extreme: int = c_library.NO_EXTREME
     ) -> bool:
-        """Reduce a tensor with a block for each rank, and divide the sum.
+        """Reduce a tensor with a block for each rank, as `reduce`.
 
         Args:
             out: Receives this rank's block, and may be that block. For a tensor of bfloat16 or float16, it may be
