@@ -65,7 +65,9 @@ class CompositeProcessGroup(MPIProcessGroup):
         """
         timeout = torch_internals.with_extra_timeout(request.timeout)
         comm = executor.comm
-        inner = torch_internals.make_inner_group(vendor_backend, request, comm.rank, comm.size, timeout, options)
+        inner = rank_failures.call(
+            torch_internals.make_inner_group, vendor_backend, request, comm.rank, comm.size, timeout, options
+        )
         return cls(executor, request.group_id, backend_name, request.store, device_type, inner)
 
     @property
@@ -96,7 +98,13 @@ class CompositeProcessGroup(MPIProcessGroup):
         timeout = torch_internals.with_extra_timeout(datetime.timedelta(seconds=seconds))
         parent = self._inner._get_backend(torch.device(self._device_type))
         options = torch_internals.copy_of_options(opts or getattr(parent, "options", None), timeout)
-        return self._inner.split_group(members, timeout=timeout, opts=options, group_name=name)  # type: ignore[arg-type]
+        return rank_failures.call(
+            self._inner.split_group,
+            members,
+            timeout=timeout,
+            opts=options,
+            group_name=name,
+        )
 
     def _connect(self) -> None:
         """Let the vendor's backend create its communicator, by a small operation before the first split (collective).
@@ -158,7 +166,8 @@ class CompositeProcessGroup(MPIProcessGroup):
         if self._batched is not None:
             operations, self._batched = self._batched, None
             try:
-                work = self._inner._end_coalescing(device)
+                work = rank_failures.call(self._inner._end_coalescing, device)
+                rank_failures.raise_if_failed(None)
             except BaseException:
                 super().end_coalescing(device)  # the next batch must not contain these works
                 for operation in operations:
@@ -170,14 +179,16 @@ class CompositeProcessGroup(MPIProcessGroup):
 
     def _run_inside(self, name: str, tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of torch's group, and record the operation."""
+        # An error within a batch would leave it open in torch, for which later calls are then no operations.
+        if self._batched is None:
+            rank_failures.raise_if_failed(None)  # a new connection to a failed rank would wait for it
         operation = self._stream.note(name, tensor.dtype, tensor.numel(), name in _MESSAGES)
         self._stream.device = tensor.device
         try:
-            work = getattr(self._inner, torch_internals.name_in_this_torch(name))(*args, **kwargs)
-        except BaseException as error:
+            method = getattr(self._inner, torch_internals.name_in_this_torch(name))
+            work = rank_failures.call(method, *args, **kwargs)
+        except BaseException:
             operation.finish()
-            if isinstance(error, Exception):
-                rank_failures.raise_if_failed(error)
             raise
         if self._batched is None:
             self._add_to_batch(work)

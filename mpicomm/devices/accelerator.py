@@ -56,8 +56,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 def wait_for_work(device: torch.device) -> None:
     """Wait until a device has run the work of its current stream."""
-    if device.type != "cpu":
-        current_stream(device).synchronize()
+    current_stream(device).synchronize()
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:

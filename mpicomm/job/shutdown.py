@@ -12,7 +12,7 @@ from mpicomm import mpi, torch_internals
 from mpicomm.backend import groups
 from mpicomm.errors import RankFailedError
 from mpicomm.job import recovery, session
-from mpicomm.watchdog import error_output, exit_hooks
+from mpicomm.watchdog import error_output, exit_hooks, rank_failures
 from mpicomm.watchdog.agent import Watchdog
 
 _EXIT_POLL_SECONDS = 0.01  # between two polls of messages in flight, while other ranks still run
@@ -40,6 +40,7 @@ def shutdown() -> None:
     # 2. release torch's and MPI's resources
     ending.close()
     torch_internals.let_gloo_finish()
+    rank_failures.wait_for_aborts()
     if mpi.is_usable() and not mpi.is_abandoned():
         for comm in ending.communicators:
             mpi.free(comm)

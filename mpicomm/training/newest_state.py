@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mpicomm.collective_ops import collectives
 from mpicomm.errors import TrainingError, raised_on_all_ranks
 from mpicomm.recorder import rank_text
-from mpicomm.training import checkpoint
+from mpicomm.training import checkpoint, parallel
 from mpicomm.training.shard_replicas import HeldShards
 from mpicomm.training.state import Position
 
@@ -172,5 +172,6 @@ def send(newest: NewestState, collect: Callable[[], Any], load: Callable[[Any], 
         dist.broadcast(tensor, newest.source)
         if lacks:
             received.append(tensor)
+    parallel.complete_operations()
     if lacks:
         load(checkpoint.unpack(packed, received))

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicomm import arguments
+from mpicomm.devices import accelerator
+from mpicomm.watchdog import rank_failures
 
 STRATEGIES = ("ddp", "fsdp")
 HOOKS = ("bf16", "fp16", "powersgd")
@@ -286,10 +288,31 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
-    """Broadcast the buffers of rank 0, whose statistics cover only its own samples (collective)."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer.detach(), src=0)
+    """Broadcast the buffers of rank 0, whose statistics cover only its own samples (collective).
+
+    If a rank fails meanwhile, they keep their values.
+    """
+    buffers = list(model.buffers())
+    received = [buffer.clone() for buffer in buffers]
+    for tensor in received:
+        dist.broadcast(tensor, src=0)
+    complete_operations()
+    for buffer, tensor in zip(buffers, received, strict=True):
+        buffer.copy_(tensor)
+
+
+def complete_operations() -> None:
+    """If ranks may fail, wait until the device has run all operations: those of an aborted group end without an error.
+
+    Raises:
+        RankFailedError: If a rank has failed.
+    """
+    if rank_failures.current() is not None:
+        if accelerator.is_initialized():
+            accelerator.wait_for_work(accelerator.current_device())
+        rank_failures.raise_if_failed(None)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

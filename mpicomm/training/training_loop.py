@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from mpicomm.devices import accelerator
 from mpicomm.training import (
     evaluation,
     optimizers,
@@ -168,7 +167,6 @@ class TrainingLoop:
             # If a rank fails, the others must have completed the step, and can then send its state, or must not have
             # begun to change theirs. All that differs between ranks is therefore shared before the update.
             parallel.share_buffers(self.parts.wrapped.inner)
-            accelerator.wait_for_work(self.parts.world.device)  # a vendor's library may still wait for a rank
         self.run.start_vote(is_finite=is_finite, numbers=metrics.take() if recovers else ())
         is_taken = not self.parts.options.skips or not self.run.votes()[0].nonfinite
         samples = {} if is_taken else rank_sync.gather_nonfinite_samples(step, is_finite)

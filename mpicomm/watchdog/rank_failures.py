@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -22,6 +23,7 @@ from mpicomm.recorder import flight_recorder, rank_text
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+T = TypeVar("T")
 _EVIDENCE_SECONDS = 1.0  # after an error of MPI, for the watchdog or MPI to report a failure
 _NAME_SECONDS = 10.0  # after another rank has revoked the communicator, for them to report which rank has failed
 _UNKNOWN = "its process ended without reporting an error (killed or crashed)"
@@ -152,7 +154,23 @@ def raise_if_failed(error: Exception | None) -> None:
 # -- groups of vendors' libraries -----------------------------------------------------------------------------------
 
 
+_ABORT_SECONDS = 2.0  # at the exit, for aborts in progress
 _groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_aborts: list[threading.Thread] = []
+_changing = threading.Lock()
+
+
+def call(function: Callable[..., T], *args: Any, **keywords: Any) -> T:
+    """Call a function of a vendor's library.
+
+    Raises:
+        RankFailedError: In place of an error of the function, if a rank has failed.
+    """
+    try:
+        return function(*args, **keywords)
+    except Exception as error:
+        raise_if_failed(error)
+        raise
 
 
 def abort_on_failure(group: dist.ProcessGroup) -> None:
@@ -161,20 +179,34 @@ def abort_on_failure(group: dist.ProcessGroup) -> None:
     Otherwise its operations wait on the device for that rank, and so do the threads that wait for the device, which no
     other call interrupts.
     """
-    _groups.add(group)
+    with _changing:
+        _groups.add(group)
     if (failures := current()) is not None and failures.has_any.is_set():
         _abort_groups()
 
 
 def keep_on_failure(group: dist.ProcessGroup) -> None:
     """Do not abort a group when a rank fails: it has ended."""
-    _groups.discard(group)
+    with _changing:
+        _groups.discard(group)
+
+
+def wait_for_aborts() -> None:
+    """Wait for aborts in progress, for a limited time: a thread that needs Python while it ends aborts the process."""
+    deadline = time.monotonic() + _ABORT_SECONDS
+    for thread in _aborts:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _abort_groups() -> None:
-    for group in list(_groups):
-        _groups.discard(group)
-        threading.Thread(target=_abort, args=(group,), name="mpicomm-abort", daemon=True).start()  # it may take long
+    """Abort all groups, each on a thread: an abort can take long, and can need those of other groups."""
+    with _changing:
+        groups = list(_groups)
+        _groups.clear()
+        threads = [threading.Thread(target=_abort, args=(each,), name="mpicomm-abort", daemon=True) for each in groups]
+        _aborts[:] = [*filter(threading.Thread.is_alive, _aborts), *threads]
+        for thread in threads:
+            thread.start()
 
 
 def _abort(group: dist.ProcessGroup) -> None:
