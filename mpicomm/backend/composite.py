@@ -98,13 +98,8 @@ class CompositeProcessGroup(MPIProcessGroup):
         timeout = torch_internals.with_extra_timeout(datetime.timedelta(seconds=seconds))
         parent = self._inner._get_backend(torch.device(self._device_type))
         options = torch_internals.copy_of_options(opts or getattr(parent, "options", None), timeout)
-        return rank_failures.call(
-            self._inner.split_group,
-            members,
-            timeout=timeout,
-            opts=options,
-            group_name=name,
-        )
+        split = self._inner.split_group
+        return rank_failures.call(split, members, timeout=timeout, opts=options, group_name=name)
 
     def _connect(self) -> None:
         """Let the vendor's backend create its communicator, by a small operation before the first split (collective).
@@ -125,8 +120,8 @@ class CompositeProcessGroup(MPIProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: datetime.timedelta | None = None) -> dist.Work:
         """Synchronise the current stream of the GPU, then wait for every rank (collective)."""
-        if self._device_type != "cpu" and accelerator.is_initialized():
-            torch.accelerator.current_stream().synchronize()
+        if self._device_type != "cpu":
+            accelerator.wait_for_work()
         return super().barrier(opts, timeout)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:

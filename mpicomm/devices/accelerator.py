@@ -54,9 +54,10 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
-def wait_for_work(device: torch.device) -> None:
-    """Wait until a device has run the work of its current stream."""
-    current_stream(device).synchronize()
+def wait_for_work() -> None:
+    """Wait until the current device, if the accelerator is in use, has run the work of its current stream."""
+    if is_initialized():
+        current_stream(current_device()).synchronize()
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:

@@ -49,9 +49,11 @@ NO_EXTREME, LEAST, MOST = range(3)
 """What a reduction keeps: the sum, or the least or largest number of all ranks."""
 
 
-def call(operation: int, kind: int, dtype: torch.dtype, root: int = 0, divisor: int = 1) -> int:
+def call(
+    operation: int, kind: int, dtype: torch.dtype, root: int = 0, divisor: int = 1, extreme: int = NO_EXTREME
+) -> int:
     """Return the call that all ranks must make, as the library's number."""
-    return operation | kind << 8 | root << 16 | divisor << 32 | dtype_code(dtype) << 48
+    return operation | kind << 8 | extreme << 12 | root << 16 | divisor << 32 | dtype_code(dtype) << 48
 
 
 BARRIER_CALL = BARRIER | BYTES << 8 | 1 << 32
@@ -62,7 +64,7 @@ BARRIER_CALL = BARRIER | BYTES << 8 | 1 << 32
 def reducing(operation: int, dtype: torch.dtype, root: int = 0, divisor: int = 1, extreme: int = NO_EXTREME) -> int:
     """Return the call of an operation that adds or compares numbers."""
     kind = kind_to_compare(dtype) if extreme else KINDS[dtype][0]
-    return call(operation, kind | extreme << 4, dtype, root, divisor)
+    return call(operation, kind, dtype, root, divisor, extreme)
 
 
 def kind_to_compare(dtype: torch.dtype) -> int:

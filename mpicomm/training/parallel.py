@@ -294,13 +294,15 @@ def share_buffers(model: nn.Module) -> None:
 
     If a rank fails meanwhile, they keep their values.
     """
-    buffers = list(model.buffers())
-    received = [buffer.clone() for buffer in buffers]
+    can_fail = rank_failures.current() is not None
+    buffers = [buffer.detach() for buffer in model.buffers()]
+    received = [buffer.clone() for buffer in buffers] if can_fail else buffers
     for tensor in received:
         dist.broadcast(tensor, src=0)
     complete_operations()
-    for buffer, tensor in zip(buffers, received, strict=True):
-        buffer.copy_(tensor)
+    if can_fail:
+        for buffer, tensor in zip(buffers, received, strict=True):
+            buffer.copy_(tensor)
 
 
 def complete_operations() -> None:
@@ -310,8 +312,7 @@ def complete_operations() -> None:
         RankFailedError: If a rank has failed.
     """
     if rank_failures.current() is not None:
-        if accelerator.is_initialized():
-            accelerator.wait_for_work(accelerator.current_device())
+        accelerator.wait_for_work()
         rank_failures.raise_if_failed(None)
 
 

@@ -195,7 +195,7 @@ class Watchdog:
         """
         while not self._exit.all_exited.wait(pause) and self._thread.is_alive():
             meanwhile()
-            if (failures := rank_failures.current()) is not None and failures.has_any.is_set():
+            if failures := rank_failures.known():
                 raise failures.error()
         return self._exit.is_stuck
 

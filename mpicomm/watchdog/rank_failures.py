@@ -117,6 +117,12 @@ def current() -> RankFailures | None:
     return None if _current is None or _current.is_aborting else _current
 
 
+def known() -> RankFailures | None:
+    """Return the failures of the current world if a rank has failed, and the job is not being aborted; else None."""
+    failures = current()
+    return failures if failures is not None and failures.has_any.is_set() else None
+
+
 def set_current(failures: RankFailures | None) -> None:
     """Set the failures of the current world; None if a failure aborts the job."""
     global _current  # noqa: PLW0603  a process is in one job at a time
@@ -142,11 +148,11 @@ def raise_if_failed(error: Exception | None) -> None:
     Raises:
         RankFailedError: If a rank has failed.
     """
+    failed: RankFailedError | None = None
     if error is not None:
         failed = error_after(error)
-    else:
-        failures = current()
-        failed = failures.error() if failures is not None and failures.has_any.is_set() else None
+    elif failures := known():
+        failed = failures.error()
     if failed is not None:
         raise failed from error
 
@@ -181,7 +187,7 @@ def abort_on_failure(group: dist.ProcessGroup) -> None:
     """
     with _changing:
         _groups.add(group)
-    if (failures := current()) is not None and failures.has_any.is_set():
+    if known():
         _abort_groups()
 
 

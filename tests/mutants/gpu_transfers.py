@@ -255,7 +255,7 @@ MUTANTS = [
     # -- beside a vendor's library --------------------------------------------------------------------------
     _on_the_device(
         "CompositeProcessGroup.barrier",
-        "torch.accelerator.current_stream().synchronize()",
+        "accelerator.wait_for_work()",
         "pass",
         "A barrier returns before the GPU has finished the work of the ranks.",
         "tests/gpu/test_vendor.py -k barrier",

@@ -101,14 +101,14 @@ recording.Recording._reduce = lambda *_: is_aborted.wait()
 dist.all_reduce(tensor, group=part)
 tensor.cpu()
 recording.Recording._reduce = reduce
-peer, numbers = 2 - world.rank, [len(backend.calls) for backend in recording.backends]
+peer, number = 2 - world.rank, len(recording.backends[-1].calls)
 messages = [dist.P2POp(dist.isend, tensor, peer, part), dist.P2POp(dist.irecv, torch.empty_like(tensor), peer, part)]
 for call in (lambda: dist.all_reduce(tensor, group=part), lambda: dist.batch_isend_irecv(messages)):
     try:
         call()
     except mpicomm.RankFailedError as error:
         print(error, flush=True)
-    assert "allreduce" not in [call.method for call in recording.backends[-1].calls[numbers[-1]:]]
+    assert "allreduce" not in [call.method for call in recording.backends[-1].calls[number:]]
 world = recovered(world)
 calls = [{{call.method for call in backend.calls}} for backend in recording.backends]
 assert [methods & {{"abort", "shutdown"}} for methods in calls] == [{{"abort"}}, {{"abort"}}, set()], calls

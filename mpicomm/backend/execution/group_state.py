@@ -35,8 +35,7 @@ def check_unbroken(record: flight_recorder.Group) -> None:
     message = f"group {record.name} cannot be used any more: {record.broken}."
     if record.has_ended:
         raise MpicommError(f"{message}\nUse the default group, or create a new one with torch.distributed.new_group().")
-    failures = rank_failures.current()
-    if failures is not None and failures.has_any.is_set():
+    if failures := rank_failures.known():
         raise failures.error()
     raise MpicommError(f"{message}\nEnd the job.")
 
