@@ -38,7 +38,7 @@ def digest_of(signature: Signature) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _digest_on(device: torch.device, signature: Signature) -> torch.Tensor:
+def digest_on(device: torch.device, signature: Signature) -> torch.Tensor:
     """Return the digest of a signature on a device; nobody may write into it."""
     with torch.inference_mode(False):
         return torch.tensor(digest_of(signature), device=device)
@@ -52,7 +52,7 @@ def compare_signatures(members: GroupArgument, signature: Signature, mode: Mode)
     """
     if members.size == 1:
         return
-    table = yield from gathered(members, _digest_on(members.control, signature), mode)
+    table = yield from gathered(members, digest_on(members.control, signature), mode)
     if table.count(table[0]) < members.size:
         refuse(members, signature)
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from mpicomm import torch_internals
 from mpicomm.arguments import FLAG, Timeout, in_seconds
 from mpicomm.backend.process_group import MPIProcessGroup
-from mpicomm.collective_ops import data_movement, pytree, reducing
+from mpicomm.collective_ops import data_movement, pytree, reducing, repeated_calls
 from mpicomm.collective_ops.group_argument import GroupArgument, resolve
 from mpicomm.collective_ops.handles import Handle, start
 from mpicomm.collective_ops.point_to_point import take_each
@@ -133,6 +133,10 @@ def all_reduce(
         MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or device type.
     """
     FLAG.check(inplace, "inplace", "all_reduce")
+    if async_op is False and type(data) is torch.Tensor:
+        reduced = repeated_calls.all_reduce(resolve(group, "all_reduce"), data, op, inplace=inplace)
+        if reduced is not None:
+            return reduced
     members, own_data, reduce_op = _reduction(data, op, group, "all_reduce", is_output=inplace)
 
     steps = partial(reducing.reduce_on_all_ranks, members, own_data, reduce_op, inplace)

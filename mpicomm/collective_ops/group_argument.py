@@ -47,6 +47,9 @@ class GroupArgument:
     control: torch.device
     """The device for the small control tensors of an operation: the CPU if the group takes CPU tensors."""
 
+    kept: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    """What `repeated_calls` keeps of the group's calls."""
+
     @functools.cached_property
     def expected_rank(self) -> Expected:
         """The check of an argument that is a rank within the group."""

@@ -57,6 +57,11 @@ class Op:
         _OP.check(op, "op", operation)
         return cls(_OPS[op], getattr(dist.ReduceOp, _OPS[op]))
 
+    @property
+    def in_all_reduce(self) -> str:
+        """The operation all_reduce with it, as the ranks compare it."""
+        return f"all_reduce {self.name}"
+
     def check(self, data: Data, size: int, operation: str) -> None:
         """Check that the operation is defined for all leaves, before anything is sent.
 
@@ -96,7 +101,7 @@ def _widened(number: torch.Tensor, op: Op, members: GroupArgument) -> tuple[str,
 
 def reduce_on_all_ranks(members: GroupArgument, data: Data | Exception, op: Op, inplace: bool, mode: Mode) -> Steps:
     """Run all_reduce, and return the reduced data."""
-    data = yield from call_check.compare_calls(members, f"all_reduce {op.name}", data, mode)
+    data = yield from call_check.compare_calls(members, op.in_all_reduce, data, mode)
     bundles = _bundles(data, inplace=inplace)
     reduce_op = op.on(members)
     yield [dist.all_reduce(bundle.flat, reduce_op, members.handle, async_op=mode.last) for bundle in bundles]
