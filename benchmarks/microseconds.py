@@ -81,6 +81,7 @@ def _parts(comm: Any) -> dict[str, Callable[[], Any]]:
     return {
         "mpi4py alone": lambda: comm.Allreduce(*arguments),
         "dist.all_reduce": lambda: dist.all_reduce(tensor),
+        "mpicomm.all_reduce": lambda: mpicomm.all_reduce(tensor),
         _TORCH: lambda: dist.all_reduce(tensor, group=idle),
         "of it the group's own method": lambda: group.allreduce(tensors, opts),
         "of that torch's options": options,
