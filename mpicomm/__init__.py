@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         reduce as reduce,
         reduce_scatter as reduce_scatter,
     )
+    from mpicomm.collective_ops.halo import HaloExchange as HaloExchange
     from mpicomm.collective_ops.handles import (
         Handle as Handle,
         as_completed as as_completed,

@@ -57,6 +57,28 @@ def compare_signatures(members: GroupArgument, signature: Signature, mode: Mode)
         refuse(members, signature)
 
 
+def compare_and_gather(
+    members: GroupArgument, signature: Signature, numbers: Sequence[int], mode: Mode
+) -> Generator[Works, None, list[list[int]]]:
+    """Compare the signatures of all ranks, and return integers of every rank, one row per rank (collective).
+
+    Args:
+        members: The group.
+        signature: The signature of this rank's call.
+        numbers: The integers of this rank, equally many on all ranks.
+        mode: Which calls of torch.distributed are asynchronous.
+
+    Raises:
+        MismatchError: On every rank of the group, if the signatures differ.
+    """
+    own = [*digest_of(signature), *numbers]
+    start = len(own) - len(numbers)
+    rows = yield from gathered(members, torch.tensor(own, device=members.control), mode)
+    if any(row[:start] != own[:start] for row in rows):
+        refuse(members, signature)
+    return [row[start:] for row in rows]
+
+
 def gathered(members: GroupArgument, numbers: torch.Tensor, mode: Mode) -> Generator[Works, None, list[list[int]]]:
     """Return the integers of every rank, one row per rank (collective); all ranks have equally many."""
     table = numbers.new_empty(members.size * len(numbers))  # Gloo refuses two dimensions
@@ -134,7 +156,7 @@ def _explain(members: GroupArgument, gathered: Sequence[tuple[str, list[tuple[st
     if len(set(operations)) > 1:
         return (
             f"ranks called different operations, or one operation with different arguments:\n"
-            f"{_table(members, operations)}\n"
+            f"{table_of(members, operations)}\n"
             f"Call the same operations in the same order on all ranks."
         )
     for number, leaves in enumerate(itertools.zip_longest(*[leaves for _, leaves in gathered])):
@@ -142,7 +164,7 @@ def _explain(members: GroupArgument, gathered: Sequence[tuple[str, list[tuple[st
             shown = ["missing" if leaf is None else f"{leaf[0]} = {leaf[1]}" for leaf in leaves]
             return (
                 f"{operations[0]}: the ranks' data differ, first at leaf {number}:\n"
-                f"{_table(members, shown)}\nPass data of matching structure, dtypes and shapes on all ranks."
+                f"{table_of(members, shown)}\nPass data of matching structure, dtypes and shapes on all ranks."
             )
     return (
         f"{operations[0]}: the ranks' data have the same leaves in different containers.\n"
@@ -150,6 +172,7 @@ def _explain(members: GroupArgument, gathered: Sequence[tuple[str, list[tuple[st
     )
 
 
-def _table(members: GroupArgument, signature: Sequence[str]) -> str:
-    rows = sorted(agreement.ranks_by_value(signature, members.ranks).items(), key=lambda item: -len(item[1]))
+def table_of(members: GroupArgument, values: Sequence[str]) -> str:
+    """Return the values of all ranks as text, one line for each value, with its ranks."""
+    rows = sorted(agreement.ranks_by_value(values, members.ranks).items(), key=lambda item: -len(item[1]))
     return "\n".join(f"  {rank_text.name_ranks(ranks)}: {value}" for value, ranks in rows)

@@ -159,11 +159,9 @@ def _lengths(
     shapes = description.shapes
     signature = (operation, description.with_lengths(["*"] * len(shapes)))
     own_lengths = [shape[0] if shape else -1 for shape in shapes]
-    first = [*call_check.digest_of(signature), *own_lengths[:_LENGTHS], *[-1] * (_LENGTHS - len(own_lengths))]
-    table = yield from call_check.gathered(members, torch.tensor(first, device=members.control), mode)
-    if any(row[:2] != first[:2] for row in table):
-        call_check.refuse(members, signature)
-    lengths = [row[2 : 2 + len(own_lengths)] for row in table]
+    first = [*own_lengths[:_LENGTHS], *[-1] * (_LENGTHS - len(own_lengths))]
+    table = yield from call_check.compare_and_gather(members, signature, first, mode)
+    lengths = [row[: len(own_lengths)] for row in table]
     if len(own_lengths) > _LENGTHS:
         rest_of_own = torch.tensor(own_lengths[_LENGTHS:], device=members.control)
         rest = yield from call_check.gathered(members, rest_of_own, IN_THE_CALL)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch.distributed as dist
 
 from mpicomm import arguments, torch_internals
 from mpicomm.backend.transfer import buffers, reductions
-from mpicomm.collective_ops import autograd, call_check, data_movement, handles, pytree
+from mpicomm.collective_ops import autograd, call_check, data_movement, handles, packing, pytree
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.handles import IN_THE_CALL, Mode, Steps
 from mpicomm.collective_ops.pytree import FACTOR, NUMBER, TERM, Data
@@ -132,8 +130,8 @@ def reduce_and_scatter(members: GroupArgument, data: Data | Exception, op: Op, m
     data = yield from call_check.compare_calls(members, f"reduce_scatter {op.name}", data, mode)
     parts = [tensor.detach().tensor_split(members.size) for tensor in data.tensors]
     bundles, works = [], []
-    for indices in _by_dtype(data):
-        sources = [_flat([parts[index][rank] for index in indices]) for rank in range(members.size)]
+    for indices in packing.by_dtype(data):
+        sources = [packing.packed([parts[index][rank] for index in indices]) for rank in range(members.size)]
         output = torch.empty_like(sources[members.rank])
         bundles.append(_Bundle(indices, output))
         works.append(dist.reduce_scatter(output, sources, op.on(members), members.handle, async_op=mode.last))
@@ -167,27 +165,18 @@ class _Bundle:
 
 def _bundles(data: Data, *, inplace: bool) -> list[_Bundle]:
     return [
-        _Bundle(indices, _bundled([data.tensors[index] for index in indices], inplace)) for indices in _by_dtype(data)
+        _Bundle(indices, _bundled([data.tensors[index] for index in indices], inplace))
+        for indices in packing.by_dtype(data)
     ]
 
 
 def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
     if len(tensors) > 1:
-        return _flat(tensors)
+        return packing.packed(tensors)
     tensor = tensors[0].detach()
     if inplace and buffers.is_dense(tensor):
         return tensor
     return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-
-
-def _by_dtype(data: Data) -> list[Sequence[int]]:
-    """Return the indices of the tensors of each dtype and device; in the same order on all ranks."""
-    if len(set(data.description.dtypes)) == 1 and set(data.description.devices) == {pytree.HOST}:
-        return [range(len(data.tensors))]
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, tensor in enumerate(data.tensors):
-        groups.setdefault((tensor.dtype, tensor.device), []).append(index)
-    return list(groups.values())
 
 
 def _unbundled(
@@ -197,10 +186,10 @@ def _unbundled(
     for bundle in bundles:
         _divide(bundle.flat, members, op)
     if len(bundles) == 1:
-        return _unflat(bundles[0].flat, shapes)
+        return packing.unpacked(bundles[0].flat, shapes)
     results: dict[int, torch.Tensor] = {}
     for bundle in bundles:
-        parts = _unflat(bundle.flat, [shapes[index] for index in bundle.indices])
+        parts = packing.unpacked(bundle.flat, [shapes[index] for index in bundle.indices])
         results.update(zip(bundle.indices, parts, strict=True))
     return [results[index] for index in range(len(shapes))]
 
@@ -210,28 +199,6 @@ def _written_back(data: Data, results: Sequence[torch.Tensor]) -> Any:
         if tensor.data_ptr() != result.data_ptr():
             tensor.detach().copy_(result)
     return data.description.rebuilt(data.tensors)
-
-
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the content of tensors of the same dtype, concatenated."""
-    with torch.no_grad():
-        return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
-
-
-def _unflat(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Return views of the result of `_flat`, with the shapes of its arguments."""
-    if len(shapes) == 1:
-        return [flat if flat.shape == shapes[0] else flat.view(shapes[0])]
-    lengths, are_flat = _lengths(tuple(shapes))
-    # "Unsafe": autograd does not track the parts as views, so in-place writes to them are allowed.
-    parts = torch.unsafe_split_with_sizes(flat, lengths)
-    return list(parts) if are_flat else [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-@functools.lru_cache(maxsize=64)
-def _lengths(shapes: tuple[Sequence[int], ...]) -> tuple[list[int], bool]:
-    """Return the number of elements for each shape, and whether all shapes have one dimension."""
-    return [math.prod(shape) for shape in shapes], all(len(shape) == 1 for shape in shapes)
 
 
 def _divide(flat: torch.Tensor, members: GroupArgument, op: Op) -> None:

@@ -73,6 +73,9 @@ WRONG: dict[str, Sequence[Any]] = {
         ([1.5, True, [0], Unknown()], "device"),
         ([5, "group"], "state"),
         ([5, None], "bucket"),
+        ([5, None, "22", [0], [1.5], [5], [1] * 4, Unknown()], "grid"),
+        (POSITIVE, "width"),
+        ([5, None, "no", [1], [True, False], Unknown()], "periodic"),
         ([None, 5, nn.Linear, Unknown()], "model"),
         ([None, 5, torch.optim.SGD, Unknown()], "optimizer"),
         ([5, "mse", nn.MSELoss, Unknown()], "loss_fn training_step"),
@@ -96,7 +99,8 @@ def functions() -> dict[str, Callable[..., object]]:
     public = {name: getattr(mpicomm, name) for name in mpicomm.__all__}
     of_trainer = {f"Trainer.{name}": each for name, each in vars(mpicomm.Trainer).items() if not name.startswith("_")}
     both = {**public, **of_trainer}
-    return {name: each for name, each in both.items() if inspect.isfunction(each) or name == "Trainer"}
+    classes = {"Trainer", "HaloExchange"}
+    return {name: each for name, each in both.items() if inspect.isfunction(each) or name in classes}
 
 
 CASES = [
@@ -130,7 +134,7 @@ def test_each_argument_of_each_function(world: mpicomm.World, name: str, argumen
     samples = TensorDataset(torch.ones(9, 2), torch.ones(9, 1))
     model = nn.Linear(2, 1)
     parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "loss_fn": nn.functional.mse_loss}
-    given = {**GIVEN, **parts, "items": [1] * world.size, "train_data": samples, "epochs": 1}
+    given = {**GIVEN, **parts, "items": [1] * world.size, "grid": [world.size], "train_data": samples, "epochs": 1}
     if name.startswith("Trainer."):
         function = getattr(mpicomm.Trainer(**parts, progress="none"), name.removeprefix("Trainer."))  # collective
         given["data"] = samples

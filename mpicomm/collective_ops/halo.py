@@ -1,0 +1,335 @@
+"""The exchange of halos: the cells around a rank's part of a grid, which are copies of its neighbours' cells.
+
+The dimensions are exchanged one after the other, and each message covers the halos of the dimensions before it, so that
+also the corners arrive, without messages between diagonal neighbours.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Generator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from mpicomm import agreement, arguments
+from mpicomm.arguments import FLAG
+from mpicomm.collective_ops import autograd, call_check, handles, messages, packing, pytree
+from mpicomm.collective_ops.group_argument import GroupArgument, resolve
+from mpicomm.collective_ops.handles import IN_THE_CALL, Handle, Mode, Steps, Works
+from mpicomm.collective_ops.pytree import NUMBER, SCALAR, Data
+from mpicomm.errors import MismatchError, raised_on_all_ranks
+
+T = TypeVar("T")
+
+_MOST_DIMENSIONS = 3
+_TAGS_PER_EXCHANGE = 2 * _MOST_DIMENSIONS
+_MOST_IN_FLIGHT = 16  # exchanges of one object whose messages are distinguished
+_GRID = arguments.instance("a tuple or list of integers", tuple, list, remedy="Pass the number of ranks per dimension.")
+_PERIODIC = arguments.instance("True, False, or a tuple or list of them", bool, tuple, list)
+
+
+class _Slabs(NamedTuple):
+    """Where the slabs of cells at both sides of a dimension start; counted from the end if negative."""
+
+    low: int
+    high: int
+
+
+class HaloExchange:
+    """Fills the halos of a grid's parts with the neighbours' cells, for stencils and convolutions across ranks.
+
+    The ranks form a grid of 1 to 3 dimensions; the last one varies fastest with the rank. In each of these, the last
+    dimensions of a tensor, its first and last `width` cells are the halo. A part without halos must have at least
+    `width` cells per dimension; the parts of a dimension may have different lengths.
+
+        exchange = mpicomm.HaloExchange(grid=(2, 2), width=1, periodic=True)
+        height = exchange(height)
+
+    Attributes:
+        coordinates: This rank's place in the grid.
+        neighbors: For each dimension, the lower and the higher neighbour's rank in the group; None at a border.
+    """
+
+    _created = 0  # the number of the next object, at least
+
+    def __init__(
+        self, grid: Sequence[int], width: int = 1, *, periodic: bool | Sequence[bool] = False, group: Any = None
+    ) -> None:
+        """Place the ranks in the grid (collective).
+
+        Args:
+            grid: The number of ranks in each dimension; their product is the size of the group.
+            width: The number of cells on each side that belong to the halo.
+            periodic: Whether the last part of a dimension is a neighbour of the first one; for all dimensions or each.
+            group: A torch `ProcessGroup`, an mpi4py communicator, "node" or "leaders"; all ranks by default.
+
+        Raises:
+            TypeError: If an argument is of another type.
+            ValueError: If the grid has no or more than 3 dimensions, or another number of ranks than the group.
+            MismatchError: On every rank, if the ranks pass different arguments.
+        """
+        self._members = resolve(group, "HaloExchange")
+        self.grid = _checked_grid(grid, self._members)
+        arguments.POSITIVE.check(width, "width", "HaloExchange")
+        self.width = int(width)
+        self.periodic = _checked_periodic(periodic, len(self.grid))
+        self.coordinates = _coordinates(self._members.rank, self.grid)
+        self.neighbors = tuple(self._neighbors(dimension) for dimension in range(len(self.grid)))
+        number = self._agree_on_number()
+        self._first_tag = number * _TAGS_PER_EXCHANGE * _MOST_IN_FLIGHT
+        self._calls = itertools.count()
+        self._fitting: list[list[int]] = []  # the lengths of the last parts that have been checked
+
+    def __repr__(self) -> str:
+        return (
+            f"HaloExchange(grid={self.grid}, width={self.width}, periodic={self.periodic}, "
+            f"coordinates={self.coordinates})"
+        )
+
+    @overload
+    def __call__(self, data: T, *, inplace: bool = ..., async_op: Literal[False] = ...) -> T: ...
+    @overload
+    def __call__(self, data: T, *, inplace: bool = ..., async_op: Literal[True]) -> Handle[T]: ...
+    def __call__(self, data: Any, *, inplace: bool = False, async_op: bool = False) -> Any:
+        """Return data whose halos have the neighbours' cells; at a border, they keep their values (collective).
+
+        Leaves of the same dtype and device share one message per neighbour. Differentiable: the gradient of a halo is
+        added to that of the cells that it copies.
+
+        Args:
+            data: A tensor, an array, or a container of them, of any number of dimensions before those of the grid.
+            inplace: Write into the tensors and arrays of `data`, and return them.
+            async_op: Return a `Handle` at once; its `wait()` returns the result. Do not change the data before.
+
+        Raises:
+            ValueError: If a leaf has fewer dimensions than the grid or too few cells, or `inplace` is set and a leaf
+                cannot be written.
+            TypeError: If `data` holds a leaf of an unsupported type.
+            MismatchError: On every rank, if the ranks' data differ in structure, dtype, device type, or the dimensions
+                before those of the grid, or neighbours' parts do not fit together.
+        """
+        FLAG.check(inplace, "inplace", "HaloExchange")
+        own_data = pytree.or_error(partial(self._take, data, inplace))
+        tensors = own_data.tensors if isinstance(own_data, Data) else None
+        steps = partial(self._exchange, own_data, inplace)
+        return handles.start(steps, "HaloExchange", self._members, async_op, tensors)
+
+    # -- arguments ---------------------------------------------------------------------------------------------------
+
+    def _agree_on_number(self) -> int:
+        """Compare the arguments of all ranks, and return a number for this object, equal on all ranks (collective)."""
+        operation = f"HaloExchange grid={self.grid} width={self.width} periodic={self.periodic}"
+        signature = operation, pytree.take(None, "HaloExchange").description
+        rows = handles.run(
+            call_check.compare_and_gather(self._members, signature, [HaloExchange._created], IN_THE_CALL)
+        )
+        number = max(created for (created,) in rows)
+        HaloExchange._created = number + 1
+        return number
+
+    def _neighbors(self, dimension: int) -> tuple[int | None, int | None]:
+        def neighbor(step: int) -> int | None:
+            place = self.coordinates[dimension] + step
+            if not (0 <= place < self.grid[dimension] or self.periodic[dimension]):
+                return None
+            places = list(self.coordinates)
+            places[dimension] = place % self.grid[dimension]
+            return _rank_at(places, self.grid)
+
+        return neighbor(-1), neighbor(1)
+
+    def _take(self, data: Any, inplace: bool) -> Data:
+        taken = pytree.take(data, "HaloExchange", is_output=inplace)
+        dimensions, least = len(self.grid), 3 * self.width
+        for kind, tensor, path in zip(
+            taken.description.kinds, taken.tensors, pytree.paths(taken.description.structure), strict=True
+        ):
+            if kind in (NUMBER, SCALAR) or tensor.dim() < dimensions or min(tensor.shape[-dimensions:]) < least:
+                raise ValueError(
+                    f"HaloExchange: expected tensors of at least {dimensions} dimensions, the last with at least "
+                    f"{least} cells (a halo of {self.width} on both sides, and as many cells between), got "
+                    f"{list(tensor.shape)} for {path}.\nPass larger parts, or use fewer ranks."
+                )
+        return taken
+
+    # -- the comparison ----------------------------------------------------------------------------------------------
+
+    def _compare(self, data: Data | Exception, operation: str, mode: Mode) -> Generator[Works, None, None]:
+        """Compare the calls of all ranks, and the lengths of their parts.
+
+        Raises:
+            MismatchError: On every rank, if they do not fit together.
+        """
+        operation, description = call_check.signature_of(operation, data)
+        dimensions = len(self.grid)
+        shapes = [(*shape[:-dimensions], *["*"] * dimensions) for shape in description.shapes]
+        signature = operation, description._replace(shapes=tuple(shapes))
+        lengths = _digests_of_lengths(description.shapes, dimensions)
+        rows = yield from call_check.compare_and_gather(self._members, signature, lengths, mode)
+        if rows != self._fitting:
+            self._check_fit(rows, description.shapes)
+            self._fitting = rows
+
+    def _check_fit(self, rows: Sequence[Sequence[int]], shapes: Sequence[Sequence[int]]) -> None:
+        """Check that ranks at the same place of a dimension have parts of the same length in it (collective)."""
+        lengths: dict[tuple[int, int], int] = {}
+        for rank, row in enumerate(rows):
+            for place, length in zip(enumerate(_coordinates(rank, self.grid)), row, strict=True):
+                if lengths.setdefault(place, length) != length:
+                    self._refuse(place[0], shapes)
+
+    def _refuse(self, dimension: int, shapes: Sequence[Sequence[int]]) -> None:
+        """Raise the error of parts that do not fit together (collective).
+
+        Raises:
+            MismatchError: Always, on every rank of the group.
+        """
+        shown: list[Any] = [None] * self._members.size
+        dist.all_gather_object(shown, ", ".join(str(list(shape)) for shape in shapes), group=self._members.handle)
+        raise raised_on_all_ranks(
+            MismatchError(
+                f"HaloExchange: ranks at the same place of dimension {dimension} of the grid {self.grid} must have "
+                f"equally many cells in it, got\n{call_check.table_of(self._members, shown)}\n"
+                f"Cut the grid into parts along straight lines."
+            )
+        )
+
+    # -- the exchange ------------------------------------------------------------------------------------------------
+
+    def _exchange(self, data: Data | Exception, inplace: bool, mode: Mode) -> Steps:
+        with call_check.raise_after_comparison(data):
+            yield from self._compare(data, "HaloExchange in place" if inplace else "HaloExchange", mode)
+        assert isinstance(data, Data)
+        width, first_tag = self.width, self._next_tag()
+        fields = [tensor.detach() if inplace else tensor.detach().clone() for tensor in data.tensors]
+        edges = _Slabs(low=width, high=-2 * width)
+        halos = _Slabs(low=0, high=-width)
+        for dimension in range(len(self.grid)):
+            received = yield from self._shift(data, fields, dimension, edges, first_tag)
+            for at, cells in zip((halos.high, halos.low), received, strict=True):
+                for field, arrived in zip(fields, cells, strict=bool(cells)):
+                    self._slab(field, dimension, at).copy_(arrived)
+        if inplace:
+            return data.description.rebuilt(data.tensors)
+
+        def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+            return handles.run(self._transposed(pytree.take(grads, "HaloExchange, backward")))
+
+        is_needed = data.description.has_gradient
+        return data.description.rebuilt(autograd.attach(fields, data.tensors, backward, is_needed=is_needed))
+
+    def _transposed(self, data: Data) -> Steps:
+        """Add the gradients of the halos to those of the cells that they copy; those of the halos are then zero."""
+        width, first_tag = self.width, self._next_tag()
+        gradients = [tensor.detach().clone() for tensor in data.tensors]
+        edges = _Slabs(low=width, high=-2 * width)
+        halos = _Slabs(low=0, high=-width)
+        for dimension in reversed(range(len(self.grid))):
+            received = yield from self._shift(data, gradients, dimension, halos, first_tag)
+            for at, cells in zip((edges.high, edges.low), received, strict=True):
+                for gradient, arrived in zip(gradients, cells, strict=bool(cells)):
+                    self._slab(gradient, dimension, at).add_(arrived)
+            for neighbor, at in zip(self.neighbors[dimension], halos, strict=True):
+                for gradient in gradients if neighbor is not None else []:
+                    self._slab(gradient, dimension, at).zero_()
+        return gradients
+
+    def _shift(
+        self, data: Data, tensors: Sequence[torch.Tensor], dimension: int, slabs: _Slabs, first_tag: int
+    ) -> Generator[Works, None, list[list[torch.Tensor]]]:
+        """Send the low slabs of tensors to the lower neighbour, and the high ones to the higher neighbour.
+
+        Returns:
+            What the higher neighbour has sent, one slab for each tensor, and what the lower one has; empty if there is
+            no neighbour.
+        """
+        lower, higher = self.neighbors[dimension]
+        sends, receives, arrived = [], [], []
+        for direction, (target, source, at) in enumerate(((lower, higher, slabs.low), (higher, lower, slabs.high))):
+            tag = messages.halo_tag(first_tag + 2 * dimension + direction)
+            own = [self._slab(tensor, dimension, at) for tensor in tensors]
+            shapes = [slab.shape for slab in own]
+            cells: list[torch.Tensor] = [torch.empty(0)] * len(own) if source is not None else []
+            for indices in packing.by_dtype(data):
+                sent = packing.packed([own[index] for index in indices])
+                got = sent if source == self._members.rank else torch.empty_like(sent)
+                if target is not None and target != self._members.rank:
+                    sends.append(self._message(dist.isend, sent, target, tag))
+                if source is not None and source != self._members.rank:
+                    receives.append(self._message(dist.irecv, got, source, tag))
+                if source is not None:
+                    parts = packing.unpacked(got, [shapes[index] for index in indices])
+                    for index, part in zip(indices, parts, strict=True):
+                        cells[index] = part
+            arrived.append(cells)
+        if sends or receives:
+            yield dist.batch_isend_irecv([*sends, *receives])
+        return arrived
+
+    def _message(self, kind: Any, tensor: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, self._members.ranks[rank], self._members.handle, tag)
+
+    def _slab(self, tensor: torch.Tensor, dimension: int, at: int) -> torch.Tensor:
+        """Return the cells of a slab, which starts at a place in a dimension of the grid."""
+        axis = dimension - len(self.grid)
+        return tensor.narrow(axis, at if at >= 0 else tensor.shape[axis] + at, self.width)
+
+    def _next_tag(self) -> int:
+        """Return the first tag of an exchange: different from those of the exchanges in flight."""
+        return self._first_tag + _TAGS_PER_EXCHANGE * (next(self._calls) % _MOST_IN_FLIGHT)
+
+
+# -- the grid ----------------------------------------------------------------------------------------------------------
+
+
+def _checked_grid(grid: Any, members: GroupArgument) -> tuple[int, ...]:
+    _GRID.check(grid, "grid", "HaloExchange")
+    for ranks in grid:
+        arguments.POSITIVE.check(ranks, "grid", "HaloExchange")
+    if not 1 <= len(grid) <= _MOST_DIMENSIONS or math.prod(grid) != members.size:
+        raise ValueError(
+            f"HaloExchange: grid must have 1 to {_MOST_DIMENSIONS} dimensions and as many ranks as the group, "
+            f"{members.size}, got {tuple(grid)}.\n{_GRID.remedy}"
+        )
+    return tuple(int(ranks) for ranks in grid)
+
+
+def _checked_periodic(periodic: Any, dimensions: int) -> tuple[bool, ...]:
+    _PERIODIC.check(periodic, "periodic", "HaloExchange")
+    each = (periodic,) * dimensions if isinstance(periodic, bool) else tuple(periodic)
+    for value in each:
+        FLAG.check(value, "periodic", "HaloExchange")
+    if len(each) != dimensions:
+        raise ValueError(
+            f"HaloExchange: periodic must be True, False, or {dimensions} of them, got {periodic}.\n"
+            f"Pass one for each dimension of the grid."
+        )
+    return each
+
+
+def _coordinates(rank: int, grid: Sequence[int]) -> tuple[int, ...]:
+    """Return the place of a rank in a grid, whose last dimension varies fastest."""
+    places = []
+    for ranks in reversed(grid):
+        rank, place = divmod(rank, ranks)
+        places.append(place)
+    return tuple(reversed(places))
+
+
+def _rank_at(places: Sequence[int], grid: Sequence[int]) -> int:
+    rank = 0
+    for place, ranks in zip(places, grid, strict=True):
+        rank = rank * ranks + place
+    return rank
+
+
+@functools.lru_cache(maxsize=256)
+def _digests_of_lengths(shapes: tuple[Sequence[int], ...], dimensions: int) -> list[int]:
+    """Return, for each dimension of the grid, a digest of the lengths of all leaves in it."""
+    of_dimensions = [[shape[axis] for shape in shapes] for axis in range(-dimensions, 0)]
+    return [agreement.digest(repr(lengths).encode())[0] for lengths in of_dimensions]
