@@ -27,7 +27,6 @@ from mpicomm.errors import MismatchError, raised_on_all_ranks
 T = TypeVar("T")
 
 _MOST_DIMENSIONS = 3
-_TAGS_PER_EXCHANGE = 2 * _MOST_DIMENSIONS
 _MOST_IN_FLIGHT = 16  # exchanges of one object whose messages are distinguished
 _GRID = arguments.instance("a tuple or list of integers", tuple, list, remedy="Pass the number of ranks per dimension.")
 _PERIODIC = arguments.instance("True, False, or a tuple or list of them", bool, tuple, list)
@@ -81,7 +80,7 @@ class HaloExchange:
         self.coordinates = _coordinates(self._members.rank, self.grid)
         self.neighbors = tuple(self._neighbors(dimension) for dimension in range(len(self.grid)))
         number = self._agree_on_number()
-        self._first_tag = number * _TAGS_PER_EXCHANGE * _MOST_IN_FLIGHT
+        self._first_tag = number * _MOST_IN_FLIGHT
         self._calls = itertools.count()
         self._fitting: list[list[int]] = []  # the lengths of the last parts that have been checked
 
@@ -205,12 +204,12 @@ class HaloExchange:
         with call_check.raise_after_comparison(data):
             yield from self._compare(data, "HaloExchange in place" if inplace else "HaloExchange", mode)
         assert isinstance(data, Data)
-        width, first_tag = self.width, self._next_tag()
+        width, tag = self.width, self._next_tag()
         fields = [tensor.detach() if inplace else tensor.detach().clone() for tensor in data.tensors]
         edges = _Slabs(low=width, high=-2 * width)
         halos = _Slabs(low=0, high=-width)
         for dimension in range(len(self.grid)):
-            received = yield from self._shift(data, fields, dimension, edges, first_tag)
+            received = yield from self._shift(data, fields, dimension, edges, tag)
             for at, cells in zip((halos.high, halos.low), received, strict=True):
                 for field, arrived in zip(fields, cells, strict=bool(cells)):
                     self._slab(field, dimension, at).copy_(arrived)
@@ -225,12 +224,12 @@ class HaloExchange:
 
     def _transposed(self, data: Data) -> Steps:
         """Add the gradients of the halos to those of the cells that they copy; those of the halos are then zero."""
-        width, first_tag = self.width, self._next_tag()
+        width, tag = self.width, self._next_tag()
         gradients = [tensor.detach().clone() for tensor in data.tensors]
         edges = _Slabs(low=width, high=-2 * width)
         halos = _Slabs(low=0, high=-width)
-        for dimension in reversed(range(len(self.grid))):
-            received = yield from self._shift(data, gradients, dimension, halos, first_tag)
+        for dimension in range(len(self.grid)):
+            received = yield from self._shift(data, gradients, dimension, halos, tag)
             for at, cells in zip((edges.high, edges.low), received, strict=True):
                 for gradient, arrived in zip(gradients, cells, strict=bool(cells)):
                     self._slab(gradient, dimension, at).add_(arrived)
@@ -240,7 +239,7 @@ class HaloExchange:
         return gradients
 
     def _shift(
-        self, data: Data, tensors: Sequence[torch.Tensor], dimension: int, slabs: _Slabs, first_tag: int
+        self, data: Data, tensors: Sequence[torch.Tensor], dimension: int, slabs: _Slabs, tag: int
     ) -> Generator[Works, None, list[list[torch.Tensor]]]:
         """Send the low slabs of tensors to the lower neighbour, and the high ones to the higher neighbour.
 
@@ -250,8 +249,7 @@ class HaloExchange:
         """
         lower, higher = self.neighbors[dimension]
         sends, receives, arrived = [], [], []
-        for direction, (target, source, at) in enumerate(((lower, higher, slabs.low), (higher, lower, slabs.high))):
-            tag = messages.halo_tag(first_tag + 2 * dimension + direction)
+        for target, source, at in ((lower, higher, slabs.low), (higher, lower, slabs.high)):
             own = [self._slab(tensor, dimension, at) for tensor in tensors]
             shapes = [slab.shape for slab in own]
             cells: list[torch.Tensor] = [torch.empty(0)] * len(own) if source is not None else []
@@ -280,8 +278,12 @@ class HaloExchange:
         return tensor.narrow(axis, at if at >= 0 else tensor.shape[axis] + at, self.width)
 
     def _next_tag(self) -> int:
-        """Return the first tag of an exchange: different from those of the exchanges in flight."""
-        return self._first_tag + _TAGS_PER_EXCHANGE * (next(self._calls) % _MOST_IN_FLIGHT)
+        """Return the tag of an exchange, different from those of the exchanges in flight.
+
+        Their messages in the second and third dimension may be sent in any order. Those of one exchange from a rank to
+        another one, where a periodic dimension has two, are sent and received in the same order.
+        """
+        return messages.halo_tag(self._first_tag + next(self._calls) % _MOST_IN_FLIGHT)
 
 
 # -- the grid ----------------------------------------------------------------------------------------------------------
