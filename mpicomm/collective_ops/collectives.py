@@ -133,11 +133,12 @@ def all_reduce(
         MismatchError: On every rank, if the ranks' data differ in structure, dtype, shape or device type.
     """
     FLAG.check(inplace, "inplace", "all_reduce")
+    members = resolve(group, "all_reduce")
     if async_op is False and type(data) is torch.Tensor:
-        reduced = repeated_calls.all_reduce(resolve(group, "all_reduce"), data, op, inplace=inplace)
+        reduced = repeated_calls.all_reduce(members, data, op, inplace=inplace)
         if reduced is not None:
             return reduced
-    members, own_data, reduce_op = _reduction(data, op, group, "all_reduce", is_output=inplace)
+    members, own_data, reduce_op = _reduction(data, op, members.handle, "all_reduce", is_output=inplace)
 
     steps = partial(reducing.reduce_on_all_ranks, members, own_data, reduce_op, inplace)
     return start(steps, "all_reduce", members, async_op, _tensors(own_data))

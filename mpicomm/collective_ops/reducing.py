@@ -165,12 +165,13 @@ class _Bundle:
 
 def _bundles(data: Data, *, inplace: bool) -> list[_Bundle]:
     return [
-        _Bundle(indices, _bundled([data.tensors[index] for index in indices], inplace))
+        _Bundle(indices, bundled([data.tensors[index] for index in indices], inplace))
         for indices in packing.by_dtype(data)
     ]
 
 
-def _bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
+def bundled(tensors: Sequence[torch.Tensor], inplace: bool) -> torch.Tensor:
+    """Return tensors of one dtype as one contiguous tensor: a copy, or with `inplace` a single dense tensor itself."""
     if len(tensors) > 1:
         return packing.packed(tensors)
     tensor = tensors[0].detach()

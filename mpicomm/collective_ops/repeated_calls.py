@@ -11,8 +11,9 @@ import dataclasses
 
 import torch
 
+from mpicomm.backend import checks
 from mpicomm.backend.transfer import buffers
-from mpicomm.collective_ops import call_check, pytree
+from mpicomm.collective_ops import call_check, pytree, reducing
 from mpicomm.collective_ops.call_check import Signature
 from mpicomm.collective_ops.group_argument import GroupArgument
 from mpicomm.collective_ops.reducing import Op
@@ -33,8 +34,8 @@ class _Calls:
     expected: torch.Tensor
     """What it receives if all ranks make this call."""
 
-    gathering: AllgatherOptions
-    reducing: AllreduceOptions
+    gather_options: AllgatherOptions
+    reduce_options: AllreduceOptions
 
 
 def all_reduce(members: GroupArgument, tensor: torch.Tensor, op: object, *, inplace: bool) -> torch.Tensor | None:
@@ -43,46 +44,49 @@ def all_reduce(members: GroupArgument, tensor: torch.Tensor, op: object, *, inpl
     Raises:
         MismatchError: On every rank, if the ranks' calls differ.
     """
-    if not (members.is_ours and type(op) is str and _is_plain(tensor)):
+    if not (members.is_ours and type(op) is str and _is_plain(tensor)) or (inplace and not buffers.is_dense(tensor)):
         return None
     key = op, tensor.dtype, tensor.shape
     calls = members.kept.get(key) or _keep(members, key, tensor)
     if calls is None:
         return None
     if members.size > 1:
-        wait_for(members.handle.all_gather_single(calls.gathered, calls.digest, calls.gathering))
+        wait_for(members.handle.all_gather_single(calls.gathered, calls.digest, calls.gather_options))
         if not torch.equal(calls.gathered, calls.expected):
             call_check.refuse(members, calls.signature)
-    result = tensor if inplace else tensor.clone()
-    wait_for(members.handle.allreduce([result], calls.reducing))
-    return result
+    result = reducing.bundled([tensor], inplace)
+    wait_for(members.handle.allreduce([result], calls.reduce_options))
+    return tensor if inplace else result
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is dense, on the CPU and outside of autograd."""
+    """Return whether a tensor is real, on the CPU and outside of autograd."""
     return (
         tensor.is_cpu
         and not tensor.requires_grad
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and buffers.is_dense(tensor)
+        and not tensor.is_complex()  # of which dist.all_reduce sends the parts
     )
 
 
 def _keep(members: GroupArgument, key: tuple[str, torch.dtype, torch.Size], tensor: torch.Tensor) -> _Calls | None:
-    """Prepare the calls of a kind; return None if a tensor of this kind cannot be reduced."""
+    """Prepare the calls of a kind; return None if a tensor of this kind cannot be reduced, or not now."""
     try:
         op = Op.of(key[0], "all_reduce")
         data = pytree.take(tensor, "all_reduce")
         op.check(data, members.size, "all_reduce")
+        signature = call_check.signature_of(op.in_all_reduce, data)
+        digest = call_check.digest_on(members.control, signature)
+        checks.require_storage(
+            digest, "all_reduce"
+        )  # a mode or transform of torch that is active now wraps new tensors
     except (TypeError, ValueError):
         return None
-    signature = call_check.signature_of(op.in_all_reduce, data)
-    digest = call_check.digest_on(members.control, signature)
     expected = digest.repeat(members.size)
     calls = _Calls(signature, digest, torch.empty_like(expected), expected, AllgatherOptions(), AllreduceOptions())
-    calls.gathering.asyncOp = calls.reducing.asyncOp = False
-    calls.reducing.reduceOp = op.handle
+    calls.gather_options.asyncOp = calls.reduce_options.asyncOp = False
+    calls.reduce_options.reduceOp = op.handle
     if len(members.kept) >= _MOST_KEPT:
         members.kept.clear()
     members.kept[key] = calls

@@ -32,6 +32,11 @@ KINDS = {
 """For each dtype, the kind of number that the library reduces, and how many of them an element has."""
 
 ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, GATHER, SCATTER, BARRIER = range(9)
+_NAMES = (
+    "all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "gather", "scatter", "barrier",
+)  # fmt: skip
+_REDUCTIONS = {ALL_REDUCE, REDUCE, REDUCE_SCATTER}
+_ROOTED = {REDUCE: "to", BROADCAST: "from", GATHER: "to", SCATTER: "from"}
 DONE, WAITING, DIFFERENT, UNAVAILABLE = range(4)
 LINE_BYTES = 128
 """The size of the record of an operation that each rank publishes in the shared memory."""
@@ -82,6 +87,17 @@ def moving(operation: int, dtype: torch.dtype, root: int = 0) -> int:
 def dtype_code(dtype: torch.dtype) -> int:
     """Return a number of 15 bits for a dtype, also where its bytes are only moved."""
     return zlib.crc32(str(dtype).encode()) & 0x7FFF
+
+
+def describe(call: int) -> str:
+    """Return a call as text, such as `reduce MAX to rank 1 of float32`."""
+    operation, extreme, root, divisor = call & 0xFF, call >> 12 & 3, call >> 16 & 0xFFFF, call >> 32 & 0xFFFF
+    reduction = ("AVG" if divisor > 1 else "SUM", "MIN", "MAX")[extreme] if operation in _REDUCTIONS else ""
+    at_root = f"{_ROOTED[operation]} rank {root}" if operation in _ROOTED else ""
+    dtypes = {dtype_code(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    dtype = dtypes.get(call >> 48 & 0x7FFF) if operation != BARRIER else None
+    of_dtype = f"of {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
+    return " ".join(filter(None, (_NAMES[operation], reduction, at_root, of_dtype)))
 
 
 class SlotState(ctypes.Structure):

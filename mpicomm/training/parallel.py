@@ -294,15 +294,13 @@ def share_buffers(model: nn.Module) -> None:
 
     If a rank fails meanwhile, they keep their values.
     """
-    can_fail = rank_failures.current() is not None
-    buffers = [buffer.detach() for buffer in model.buffers()]
-    received = [buffer.clone() for buffer in buffers] if can_fail else buffers
+    buffers = list(model.buffers())
+    received = [buffer.clone() for buffer in buffers]
     for tensor in received:
         dist.broadcast(tensor, src=0)
     complete_operations()
-    if can_fail:
-        for buffer, tensor in zip(buffers, received, strict=True):
-            buffer.copy_(tensor)
+    for buffer, tensor in zip(buffers, received, strict=True):
+        buffer.copy_(tensor)
 
 
 def complete_operations() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mpicomm
 from mpicomm.collective_ops import repeated_calls
@@ -113,12 +115,43 @@ def test_the_result_of_a_transposed_matrix_is_contiguous(world: mpicomm.World, c
     for _ in range(2):
         assert mpicomm.all_reduce(matrix.view(3, 2)).is_contiguous()
         assert mpicomm.all_reduce(matrix.t()).is_contiguous()
+        assert mpicomm.all_reduce(matrix[:1, :1]).stride() == (1, 1)
 
 
 def test_complex_numbers(world: mpicomm.World, calls: dict[Any, Any]) -> None:
     tensor = torch.complex(usual(world), -usual(world))
-    for _ in range(2):
-        assert torch.equal(mpicomm.all_reduce(tensor), torch.complex(total(world), -total(world)))
+    for is_async in (False, True, world.rank == 0):
+        reduced = mpicomm.all_reduce(tensor, async_op=is_async)
+        reduced = reduced.wait() if is_async else reduced
+        assert torch.equal(reduced, torch.complex(total(world), -total(world)))
+        with pytest.raises(ValueError, match="PRODUCT on complex tensors"):
+            mpicomm.all_reduce(tensor, "product")
+
+
+def test_a_forward_gradient_is_not_that_of_this_rank(world: mpicomm.World, calls: dict[Any, Any]) -> None:
+    forward = torch.autograd.forward_ad
+    for inplace in (False, True):
+        with forward.dual_level():
+            dual = forward.make_dual(usual(world), torch.ones(SIZE))
+            reduced = mpicomm.all_reduce(dual, inplace=inplace)
+            assert torch.equal(forward.unpack_dual(reduced).primal, total(world))
+            assert inplace or forward.unpack_dual(reduced).tangent is None
+
+
+@pytest.mark.parametrize("mode", ["transform", "fake"])
+def test_a_call_that_failed_in_a_mode_of_torch_leaves_nothing(
+    world: mpicomm.World, calls: dict[Any, Any], mode: str
+) -> None:
+    tensor = torch.ones(SIZE + 2 + world.size)  # the first call with this shape
+
+    def reduce_times(factor: torch.Tensor) -> torch.Tensor:
+        return (mpicomm.all_reduce(tensor) * factor).sum()
+
+    within = FakeTensorMode(allow_non_fake_inputs=True) if mode == "fake" else contextlib.nullcontext()
+    call = torch.func.grad(reduce_times) if mode == "transform" else reduce_times
+    with within, contextlib.suppress(Exception):  # of torch, which differs between its versions
+        call(torch.ones(1))
+    assert torch.equal(mpicomm.all_reduce(tensor), world.size * tensor)
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {

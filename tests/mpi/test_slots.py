@@ -256,7 +256,15 @@ def test_tensors_of_one_call_on_different_devices(world: mpicomm.World) -> None:
     assert bool((tensor == 1).all())
 
 
-@pytest.mark.parametrize("difference", ["size", "dtype", "operation"])
+DIFFERENT_CALLS = {
+    "size": "262144 to 262148 bytes",
+    "dtype": "rank LAST of the group: all_reduce SUM of int32",
+    "operation": "rank LAST of the group: reduce SUM to rank 0 of float32",
+    "reduction": "rank LAST of the group: all_reduce MAX of float32",
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENT_CALLS)
 def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.World, difference: str) -> None:
     handle = make()
     is_odd = world.rank == world.size - 1
@@ -264,9 +272,12 @@ def test_different_calls_are_refused_on_all_ranks(make: Make, world: mpicomm.Wor
     tensor = torch.ones(count + (is_odd and difference == "size"))
     if is_odd and difference == "dtype":
         tensor = tensor.to(torch.int32)
-    expected = f"{4 * count} to {4 * count + 4} bytes" if difference == "size" else "got different calls"
-    call = functools.partial(dist.reduce, group_dst=0) if is_odd and difference == "operation" else dist.all_reduce
-    with pytest.raises(RuntimeError, match=expected):
+    calls = {
+        "operation": functools.partial(dist.reduce, group_dst=0),
+        "reduction": functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX),
+    }
+    call = calls.get(difference, dist.all_reduce) if is_odd else dist.all_reduce
+    with pytest.raises(RuntimeError, match=DIFFERENT_CALLS[difference].replace("LAST", str(world.size - 1))):
         call(tensor, group=handle)
     assert bool((tensor == 1).all())
     with pytest.raises(mpicomm.MpicommError, match="cannot be used any more"):
@@ -290,7 +301,7 @@ def test_different_dtypes_of_one_size_are_refused_on_all_ranks(
             tensor, [tensor.clone() for _ in range(world.size)] if world.rank == 0 else None, group_dst=0, group=handle
         ),
     }
-    with pytest.raises(RuntimeError, match="tensors of the same dtype, got different calls"):
+    with pytest.raises(RuntimeError, match="tensors of the same dtype, got different calls:\n"):
         calls[operation]()
 
 

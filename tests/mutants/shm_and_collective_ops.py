@@ -274,8 +274,8 @@ MUTANTS = [
     ),
     Mutant(
         "NativeSlots._explain",
-        old="_different_blocks(sizes) if are_blocks else different_calls(min(sizes), max(sizes))",
-        new="different_calls(min(sizes), max(sizes))",
+        old="_different_blocks(sizes) if are_blocks else different_sizes(min(sizes), max(sizes))",
+        new="different_sizes(min(sizes), max(sizes))",
         fault="The error about a list of wrong sizes says that the sizes must be equal on all ranks.",
         tests="tests/mpi/test_slots.py -k test_a_list_of_wrong_sizes",
         ranks=2,

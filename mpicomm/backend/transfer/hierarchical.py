@@ -16,7 +16,7 @@ import torch
 from mpicomm import agreement
 from mpicomm.backend.transfer import dtypes, mpi_calls
 from mpicomm.backend.transfer.reductions import Reduction
-from mpicomm.backend.transfer.slots import NativeSlots, different_calls
+from mpicomm.backend.transfer.slots import NativeSlots, different_calls, different_sizes
 from mpicomm.native import c_library
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class HierarchicalAllReduce:
         call, nbytes = c_library.reducing(c_library.ALL_REDUCE, dense.dtype, divisor=reduction.divisor), dense.nbytes
         are_on_host, *published = agreement.minimum(self._comm, [dense.is_cpu, *agreement.extremes([nbytes, call])])
         if not agreement.all_equal(published):
-            raise different_calls(least_bytes=published[0], most_bytes=-published[2])
+            least_bytes, least_call, most_bytes, most_call = map(abs, published)
+            raise different_calls() if least_call != most_call else different_sizes(least_bytes, most_bytes)
         if not are_on_host:
             return False
         # 2. reduce; the last elements, fewer than the node has ranks, are padded to one for each rank

@@ -29,6 +29,7 @@ import torch
 from mpicomm import agreement, host_info
 from mpicomm.errors import MpicommError
 from mpicomm.native import c_library
+from mpicomm.recorder import rank_text
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -213,10 +214,10 @@ class NativeSlots:
     def _explain(self) -> None:
         """Raise the error of ranks that call different operations, or with tensors of different sizes."""
         signatures, sizes = self._published()
-        are_blocks = self._state.operation in (c_library.GATHER, c_library.SCATTER) and len(set(signatures)) == 1
-        if len({signature & 0xFF for signature in signatures}) > 1:
-            sizes = [0]  # of different operations, which says nothing
-        raise _different_blocks(sizes) if are_blocks else different_calls(min(sizes), max(sizes))
+        if len(set(signatures)) > 1:
+            raise different_calls([c_library.describe(signature) for signature in signatures])
+        are_blocks = self._state.operation in (c_library.GATHER, c_library.SCATTER)
+        raise _different_blocks(sizes) if are_blocks else different_sizes(min(sizes), max(sizes))
 
     def _published(self) -> tuple[list[int], list[int]]:
         """Return the calls and the numbers of bytes that the ranks have published for the current step."""
@@ -248,13 +249,18 @@ def _gather_cores_per_rank(comm: Intracomm) -> float:
     return len(set().union(*comm.allgather(os.sched_getaffinity(0)))) / comm.size
 
 
-def different_calls(least_bytes: int, most_bytes: int) -> RuntimeError:
-    """Return the error of ranks whose operations, or the sizes of whose tensors, differ."""
-    if least_bytes == most_bytes:
-        return RuntimeError(
-            "all ranks must call the same operation with tensors of the same dtype, got different calls.\n"
-            "Set MPICOMM_DEBUG=1 to see each rank's call."
-        )
+def different_calls(calls: Sequence[str] = ()) -> RuntimeError:
+    """Return the error of ranks whose calls differ; they are given as text by rank in the group, if they are known."""
+    by_call = agreement.ranks_by_value(calls, range(len(calls)))
+    shown = "".join(f"\n  {rank_text.name_ranks(ranks)} of the group: {call}" for call, ranks in by_call.items())
+    return RuntimeError(
+        f"all ranks must call the same operation with tensors of the same dtype, got different calls"
+        f"{':' if shown else '.'}{shown}\nSet MPICOMM_DEBUG=1 to see the line of each rank's call."
+    )
+
+
+def different_sizes(least_bytes: int, most_bytes: int) -> RuntimeError:
+    """Return the error of ranks the sizes of whose tensors differ."""
     return RuntimeError(
         f"tensor sizes must be equal on all ranks, got {least_bytes} to {most_bytes} bytes.\n"
         f"Pass tensors of the same size on every rank."
