@@ -78,9 +78,7 @@ def _keep(members: GroupArgument, key: tuple[str, torch.dtype, torch.Size], tens
         op.check(data, members.size, "all_reduce")
         signature = call_check.signature_of(op.in_all_reduce, data)
         digest = call_check.digest_on(members.control, signature)
-        checks.require_storage(
-            digest, "all_reduce"
-        )  # a mode or transform of torch that is active now wraps new tensors
+        checks.require_storage(digest, "all_reduce")  # a mode or transform of torch may wrap new tensors
     except (TypeError, ValueError):
         return None
     expected = digest.repeat(members.size)

@@ -51,6 +51,9 @@ def test_in_place(world: mpicomm.World, calls: dict[Any, Any]) -> None:
     tensor = usual(world)
     assert mpicomm.all_reduce(tensor, inplace=True) is tensor
     assert torch.equal(tensor, total(world))
+    strided = torch.stack([usual(world), usual(world)], 1)[:, 0]
+    assert mpicomm.all_reduce(strided, inplace=True) is strided
+    assert torch.equal(strided, total(world))
 
 
 def test_every_operation_is_kept_apart(world: mpicomm.World, calls: dict[Any, Any]) -> None:
