@@ -27,7 +27,7 @@ from mpicomm.errors import MismatchError, raised_on_all_ranks
 T = TypeVar("T")
 
 _MOST_DIMENSIONS = 3
-_MOST_IN_FLIGHT = 16  # exchanges of one object whose messages are distinguished
+_MOST_IN_FLIGHT = 1024  # exchanges of one object whose messages are distinguished
 _GRID = arguments.instance("a tuple or list of integers", tuple, list, remedy="Pass the number of ranks per dimension.")
 _PERIODIC = arguments.instance("True, False, or a tuple or list of them", bool, tuple, list)
 
@@ -201,10 +201,11 @@ class HaloExchange:
     # -- the exchange ------------------------------------------------------------------------------------------------
 
     def _exchange(self, data: Data | Exception, inplace: bool, mode: Mode) -> Steps:
+        tag = self._next_tag()  # in the call: the later steps of calls may run in another order
         with call_check.raise_after_comparison(data):
             yield from self._compare(data, "HaloExchange in place" if inplace else "HaloExchange", mode)
         assert isinstance(data, Data)
-        width, tag = self.width, self._next_tag()
+        width = self.width
         fields = [tensor.detach() if inplace else tensor.detach().clone() for tensor in data.tensors]
         edges = _Slabs(low=width, high=-2 * width)
         halos = _Slabs(low=0, high=-width)

@@ -23,7 +23,6 @@ from mpicomm.collective_ops.handles import Steps, Works, run
 from mpicomm.collective_ops.pytree import Data, Description
 
 _LARGEST_TAG = 2**23 - 3  # UCX's limit
-_HALO_TAGS = 2**12
 
 _numbers: dict[tuple[int, int], Iterator[int]] = {}
 """For each group and receiver, a counter of the contents sent."""
@@ -188,11 +187,19 @@ def _backward_tag(tag: int) -> int:
 
 def _next_tag(members: GroupArgument, dst: int) -> int:
     """Return a tag for a content, different from the tags of other contents in flight to the same rank."""
-    start = _first_tag() + 2 * (largest_tag() + 1)
     count = _numbers.setdefault((id(members.handle), dst), itertools.count())
-    return start + next(count) % (_last_tag() - _HALO_TAGS - start)
+    return _first_content_tag() + next(count) % _content_tags()
 
 
 def halo_tag(number: int) -> int:
     """Return a tag of the messages of `HaloExchange`, by the number of the message on the sender and the receiver."""
-    return _last_tag() - number % _HALO_TAGS
+    return _last_tag() - number % _content_tags()
+
+
+def _first_content_tag() -> int:
+    return _first_tag() + 2 * (largest_tag() + 1)
+
+
+def _content_tags() -> int:
+    """Return the number of tags of contents; the messages of halos have as many, above."""
+    return (_last_tag() - _first_content_tag()) // 2
