@@ -47,6 +47,9 @@ class GroupArgument:
     control: torch.device
     """The device for the small control tensors of an operation: the CPU if the group takes CPU tensors."""
 
+    exchanges: Iterator[int] = dataclasses.field(default_factory=itertools.count, repr=False, compare=False)
+    """Numbers the calls of `HaloExchange`."""
+
     kept: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """What `repeated_calls` keeps of the group's calls."""
 

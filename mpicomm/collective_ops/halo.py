@@ -7,11 +7,10 @@ also the corners arrive, without messages between diagonal neighbours.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Generator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,6 @@ from mpicomm.errors import MismatchError, raised_on_all_ranks
 T = TypeVar("T")
 
 _MOST_DIMENSIONS = 3
-_MOST_IN_FLIGHT = 1024  # exchanges of one object whose messages are distinguished
 _GRID = arguments.instance("a tuple or list of integers", tuple, list, remedy="Pass the number of ranks per dimension.")
 _PERIODIC = arguments.instance("True, False, or a tuple or list of them", bool, tuple, list)
 
@@ -54,8 +52,6 @@ class HaloExchange:
         neighbors: For each dimension, the lower and the higher neighbour's rank in the group; None at a border.
     """
 
-    _created = 0  # the number of the next object, at least
-
     def __init__(
         self, grid: Sequence[int], width: int = 1, *, periodic: bool | Sequence[bool] = False, group: Any = None
     ) -> None:
@@ -70,7 +66,7 @@ class HaloExchange:
         Raises:
             TypeError: If an argument is of another type.
             ValueError: If the grid has no or more than 3 dimensions, or another number of ranks than the group.
-            MismatchError: On every rank, if the ranks pass different arguments.
+            MismatchError: On every rank, if the ranks pass valid arguments that differ.
         """
         self._members = resolve(group, "HaloExchange")
         self.grid = _checked_grid(grid, self._members)
@@ -79,10 +75,22 @@ class HaloExchange:
         self.periodic = _checked_periodic(periodic, len(self.grid))
         self.coordinates = _coordinates(self._members.rank, self.grid)
         self.neighbors = tuple(self._neighbors(dimension) for dimension in range(len(self.grid)))
-        number = self._agree_on_number()
-        self._first_tag = number * _MOST_IN_FLIGHT
-        self._calls = itertools.count()
+        operation = f"HaloExchange grid={self.grid} width={self.width} periodic={self.periodic}"
+        nothing = pytree.take(None, "HaloExchange").description
+        handles.run(call_check.compare_signatures(self._members, (operation, nothing), IN_THE_CALL))
+        self._edges = _Slabs(low=self.width, high=-2 * self.width)
+        self._halos = _Slabs(low=0, high=-self.width)
         self._fitting: list[list[int]] = []  # the lengths of the last parts that have been checked
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HaloExchange:
+        """Return this object, which its calls do not change: a copy of a model uses the same group."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a HaloExchange cannot be pickled: it belongs to a group of this process.\n"
+            "Save its arguments, and create it again where the ranks are started."
+        )
 
     def __repr__(self) -> str:
         return (
@@ -95,10 +103,11 @@ class HaloExchange:
     @overload
     def __call__(self, data: T, *, inplace: bool = ..., async_op: Literal[True]) -> Handle[T]: ...
     def __call__(self, data: Any, *, inplace: bool = False, async_op: bool = False) -> Any:
-        """Return data whose halos have the neighbours' cells; at a border, they keep their values (collective).
+        """Return data whose halos have the neighbours' cells (collective).
 
-        Leaves of the same dtype and device share one message per neighbour. Differentiable: the gradient of a halo is
-        added to that of the cells that it copies.
+        Outside of the grid, beyond a border that is not periodic, cells keep their values, which the neighbours along
+        the border exchange, too. Leaves of the same dtype and device share one message per neighbour. Differentiable:
+        the gradient of a halo is added to that of the cells that it copies.
 
         Args:
             data: A tensor, an array, or a container of them, of any number of dimensions before those of the grid.
@@ -119,17 +128,6 @@ class HaloExchange:
         return handles.start(steps, "HaloExchange", self._members, async_op, tensors)
 
     # -- arguments ---------------------------------------------------------------------------------------------------
-
-    def _agree_on_number(self) -> int:
-        """Compare the arguments of all ranks, and return a number for this object, equal on all ranks (collective)."""
-        operation = f"HaloExchange grid={self.grid} width={self.width} periodic={self.periodic}"
-        signature = operation, pytree.take(None, "HaloExchange").description
-        rows = handles.run(
-            call_check.compare_and_gather(self._members, signature, [HaloExchange._created], IN_THE_CALL)
-        )
-        number = max(created for (created,) in rows)
-        HaloExchange._created = number + 1
-        return number
 
     def _neighbors(self, dimension: int) -> tuple[int | None, int | None]:
         def neighbor(step: int) -> int | None:
@@ -201,46 +199,53 @@ class HaloExchange:
     # -- the exchange ------------------------------------------------------------------------------------------------
 
     def _exchange(self, data: Data | Exception, inplace: bool, mode: Mode) -> Steps:
-        tag = self._next_tag()  # in the call: the later steps of calls may run in another order
+        tag = messages.halo_tag(self._members)  # in the call: later steps of two calls may run in another order
         with call_check.raise_after_comparison(data):
             yield from self._compare(data, "HaloExchange in place" if inplace else "HaloExchange", mode)
         assert isinstance(data, Data)
-        width = self.width
-        fields = [tensor.detach() if inplace else tensor.detach().clone() for tensor in data.tensors]
-        edges = _Slabs(low=width, high=-2 * width)
-        halos = _Slabs(low=0, high=-width)
-        for dimension in range(len(self.grid)):
-            received = yield from self._shift(data, fields, dimension, edges, tag)
-            for at, cells in zip((halos.high, halos.low), received, strict=True):
-                for field, arrived in zip(fields, cells, strict=bool(cells)):
-                    self._slab(field, dimension, at).copy_(arrived)
         if inplace:
+            yield from self._fill([tensor.detach() for tensor in data.tensors], data, tag, mode)
             return data.description.rebuilt(data.tensors)
+        return data.description.rebuilt((yield from self._differentiable(data, tag, mode, is_transposed=False)))
+
+    def _differentiable(self, data: Data, tag: int, mode: Mode, *, is_transposed: bool) -> Steps:
+        """Return copies of the tensors after the exchange, or after the transposed one: each is the gradient of the other."""
+        fields = [tensor.detach().clone() for tensor in data.tensors]
+        yield from (self._collect if is_transposed else self._fill)(fields, data, tag, mode)
+        with_gradient = [index for index, has_gradient in enumerate(data.description.gradients) if has_gradient]
 
         def backward(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-            return handles.run(self._transposed(pytree.take(grads, "HaloExchange, backward")))
+            taken = pytree.take([grads[index] for index in with_gradient], "HaloExchange, backward")
+            own_tag = messages.halo_tag(self._members)
+            steps = self._differentiable(taken, own_tag, IN_THE_CALL, is_transposed=not is_transposed)
+            for index, gradient in zip(with_gradient, handles.run(steps), strict=True):
+                grads[index] = gradient
+            return grads
 
-        is_needed = data.description.has_gradient
-        return data.description.rebuilt(autograd.attach(fields, data.tensors, backward, is_needed=is_needed))
+        return autograd.attach(fields, data.tensors, backward, is_needed=data.description.has_gradient)
 
-    def _transposed(self, data: Data) -> Steps:
-        """Add the gradients of the halos to those of the cells that they copy; those of the halos are then zero."""
-        width, tag = self.width, self._next_tag()
-        gradients = [tensor.detach().clone() for tensor in data.tensors]
-        edges = _Slabs(low=width, high=-2 * width)
-        halos = _Slabs(low=0, high=-width)
+    def _fill(self, fields: Sequence[torch.Tensor], data: Data, tag: int, mode: Mode) -> Steps:
+        """Write the neighbours' cells into the halos."""
         for dimension in range(len(self.grid)):
-            received = yield from self._shift(data, gradients, dimension, halos, tag)
-            for at, cells in zip((edges.high, edges.low), received, strict=True):
-                for gradient, arrived in zip(gradients, cells, strict=bool(cells)):
-                    self._slab(gradient, dimension, at).add_(arrived)
-            for neighbor, at in zip(self.neighbors[dimension], halos, strict=True):
-                for gradient in gradients if neighbor is not None else []:
-                    self._slab(gradient, dimension, at).zero_()
-        return gradients
+            received = yield from self._shift(fields, data, dimension, self._edges, tag, mode)
+            for at, cells in zip((self._halos.high, self._halos.low), received, strict=True):
+                for field, arrived in zip(fields, cells, strict=bool(cells)):
+                    with torch.inference_mode(field.is_inference()):  # other code may not write into such a tensor
+                        self._slab(field, dimension, at).copy_(arrived)
+
+    def _collect(self, fields: Sequence[torch.Tensor], data: Data, tag: int, mode: Mode) -> Steps:
+        """Add the halos to the neighbours' cells that they copy, and make them zero: the transpose of `_fill`."""
+        for dimension in range(len(self.grid)):
+            received = yield from self._shift(fields, data, dimension, self._halos, tag, mode)
+            for at, cells in zip((self._edges.high, self._edges.low), received, strict=True):
+                for field, arrived in zip(fields, cells, strict=bool(cells)):
+                    self._slab(field, dimension, at).add_(arrived)
+            for neighbor, at in zip(self.neighbors[dimension], self._halos, strict=True):
+                for field in fields if neighbor is not None else []:
+                    self._slab(field, dimension, at).zero_()
 
     def _shift(
-        self, data: Data, tensors: Sequence[torch.Tensor], dimension: int, slabs: _Slabs, tag: int
+        self, tensors: Sequence[torch.Tensor], data: Data, dimension: int, slabs: _Slabs, tag: int, mode: Mode
     ) -> Generator[Works, None, list[list[torch.Tensor]]]:
         """Send the low slabs of tensors to the lower neighbour, and the high ones to the higher neighbour.
 
@@ -268,8 +273,11 @@ class HaloExchange:
                     for index, part in zip(indices, parts, strict=True):
                         cells[index] = part
             arrived.append(cells)
-        if sends or receives:
-            yield dist.batch_isend_irecv([*sends, *receives])
+        works = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
+        if mode.early or dimension == len(self.grid) - 1:
+            yield works
+        else:  # the messages of the next dimension must not depend on when this rank waits for its handle
+            handles.wait_for_all(works)
         return arrived
 
     def _message(self, kind: Any, tensor: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
@@ -279,14 +287,6 @@ class HaloExchange:
         """Return the cells of a slab, which starts at a place in a dimension of the grid."""
         axis = dimension - len(self.grid)
         return tensor.narrow(axis, at if at >= 0 else tensor.shape[axis] + at, self.width)
-
-    def _next_tag(self) -> int:
-        """Return the tag of an exchange, different from those of the exchanges in flight.
-
-        Their messages in the second and third dimension may be sent in any order. Those of one exchange from a rank to
-        another one, where a periodic dimension has two, are sent and received in the same order.
-        """
-        return messages.halo_tag(self._first_tag + next(self._calls) % _MOST_IN_FLIGHT)
 
 
 # -- the grid ----------------------------------------------------------------------------------------------------------

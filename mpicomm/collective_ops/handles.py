@@ -57,11 +57,16 @@ def run(steps: Steps) -> Any:
     """Run all steps of an operation on the calling thread, and return its result."""
     try:
         while True:
-            for work in next(steps):
-                if work is not None:
-                    work.wait()
+            wait_for_all(next(steps))
     except StopIteration as end:
         return end.value
+
+
+def wait_for_all(works: Works) -> None:
+    """Wait for the operations of a step."""
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 class Handle(Generic[T_co]):

@@ -191,9 +191,9 @@ def _next_tag(members: GroupArgument, dst: int) -> int:
     return _first_content_tag() + next(count) % _content_tags()
 
 
-def halo_tag(number: int) -> int:
-    """Return a tag of the messages of `HaloExchange`, by the number of the message on the sender and the receiver."""
-    return _last_tag() - number % _content_tags()
+def halo_tag(members: GroupArgument) -> int:
+    """Return the tag of the messages of a call of `HaloExchange`, the same on all ranks, which make the same calls."""
+    return _last_tag() - next(members.exchanges) % _content_tags()
 
 
 def _first_content_tag() -> int:

@@ -264,7 +264,7 @@ def _check_writable(leaves: Sequence[Any], description: Description, operation: 
     """Check that results can be written into the leaves.
 
     Raises:
-        ValueError: If a leaf is a number, a scalar or a read-only array, or requires a gradient.
+        ValueError: If a leaf is a number, a scalar or a read-only array, is expanded, or requires a gradient.
     """
     rows = zip(leaves, description.kinds, description.gradients, paths(description.structure), strict=True)
     for leaf, kind, has_gradient, path in rows:
@@ -277,11 +277,20 @@ def _check_writable(leaves: Sequence[Any], description: Description, operation: 
             raise ValueError(
                 f"{operation}: {path} is read-only: the result cannot be written into it.\nPass a writable copy of it."
             )
+        if isinstance(leaf, torch.Tensor) and _is_expanded(leaf):
+            raise ValueError(
+                f"{operation}: {path} is expanded: several of its elements share memory.\n"
+                f"Pass a copy of it (tensor.contiguous()), or use the result that the operation returns."
+            )
         if has_gradient:
             raise ValueError(
                 f"{operation}: {path} requires a gradient and cannot be modified in place.\n"
                 f"Use the result that the operation returns, or call it under torch.no_grad()."
             )
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 # -- containers -----------------------------------------------------------------------------------------------------

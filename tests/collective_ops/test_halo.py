@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,14 +148,76 @@ def test_one_message_for_each_neighbour_and_dtype(world: mpicomm.World) -> None:
 def test_exchanges_in_flight(comms: dict[str, Any], world: mpicomm.World, periodic: bool, backend: str) -> None:
     group = comms["gloo"] if backend == "gloo" else None
     grid = shallow_water.parts_of(world.size)
-    parts = [Part(mpicomm.HaloExchange(grid, 1, periodic=periodic, group=group)) for _ in range(2)]
-    data = [part.without_halos() + 1000 * number for number, part in enumerate(parts * 3)]
-    handles = [part.exchange(field, async_op=True) for part, field in zip(parts * 3, data, strict=True)]
+    parts = [Part(mpicomm.HaloExchange(grid, 1, periodic=periodic, group=group)) for _ in range(2)] * 20
+    offsets = [1000 * number for number in range(len(parts))]
+    handles = [
+        part.exchange(part.without_halos() + offset, async_op=True) for part, offset in zip(parts, offsets, strict=True)
+    ]
     order = 1 if world.rank % 2 else -1
-    for handle in handles[::order]:
-        handle.done()  # with Gloo, messages of the second dimension are sent when it is asked for
-    for number, (part, handle) in enumerate(zip(parts * 3, handles, strict=True)):
-        assert torch.equal(handle.wait(), part.expected() + 1000 * number)
+    for part, handle, offset in list(zip(parts, handles, offsets, strict=True))[::order]:
+        assert torch.equal(handle.wait(), part.expected() + offset)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_backward_pass_beside_an_exchange_in_flight(world: mpicomm.World) -> None:
+    exchange = mpicomm.HaloExchange((world.size,), periodic=True)
+    field = torch.ones(5, requires_grad=True)
+    result = exchange(field)
+    if world.rank == 0:
+        time.sleep(0.2)  # the others have called the next exchange, and wait
+    handle = exchange(torch.full((5,), 100.0 + world.rank), async_op=True)
+    if world.rank != 0:
+        time.sleep(0.2)  # rank 0 begins its backward pass before that exchange has compared the calls
+    result.sum().backward()
+    low, high = exchange.neighbors[0]
+    assert field.grad.tolist() == [0, 2, 1, 2, 0]
+    assert handle.wait().tolist() == [100 + low, *[100 + world.rank] * 3, 100 + high]
+
+
+def test_the_gradient_of_gradients(world: mpicomm.World, periodic: bool) -> None:
+    part = Part(mpicomm.HaloExchange((world.size,), periodic=periodic))
+    field = part.without_halos().requires_grad_()
+    (gradient,) = torch.autograd.grad((part.exchange(field) ** 3).sum(), field, create_graph=True)
+    gradient.sum().backward()
+    # With E the exchange, E^T 3 (E x)^2 is the gradient; that of its sum is E^T (6 (E x) * (E 1)).
+    ones = part.exchange(torch.ones_like(field))
+    second = field.detach().clone().requires_grad_()
+    (part.exchange(second) * (6 * part.exchange(field.detach()) * ones)).sum().backward()
+    assert torch.equal(field.grad, second.grad)
+
+
+def test_gradients_beside_leaves_without(world: mpicomm.World, periodic: bool) -> None:
+    part = Part(mpicomm.HaloExchange((world.size,), periodic=periodic))
+    field = part.without_halos().requires_grad_()
+    counts = torch.zeros(part.shape, dtype=torch.uint16)
+    part.exchange({"field": field, "counts": counts})["field"].sum().backward()
+    alone = field.detach().clone().requires_grad_()
+    part.exchange(alone).sum().backward()
+    assert torch.equal(field.grad, alone.grad)
+
+
+def test_the_halos_of_borders_along_a_border(world: mpicomm.World) -> None:
+    """Cells outside of the grid are exchanged between neighbours along the border, as those within."""
+    exchange = mpicomm.HaloExchange((world.size, 1))
+    field = torch.full((3, 3), float(world.rank))
+    low, high = exchange.neighbors[0]
+    rows = [world.rank if low is None else low, world.rank, world.rank if high is None else high]
+    assert exchange(field).tolist() == [[row] * 3 for row in rows]
+
+
+def test_fields_under_inference_mode(world: mpicomm.World, periodic: bool) -> None:
+    part = Part(mpicomm.HaloExchange((world.size,), periodic=periodic))
+    with torch.inference_mode():
+        field = part.without_halos()
+        assert torch.equal(part.exchange(field), part.expected())
+    assert torch.equal(part.exchange(field, inplace=True), part.expected())
+
+
+def test_a_model_with_an_exchange_can_be_copied(world: mpicomm.World) -> None:
+    exchange = mpicomm.HaloExchange((world.size,))
+    assert copy.deepcopy({"exchange": exchange})["exchange"] is exchange
+    with pytest.raises(TypeError, match="cannot be pickled: it belongs to a group"):
+        pickle.dumps(exchange)
 
 
 def test_the_adjoint(world: mpicomm.World, periodic: bool) -> None:
@@ -280,3 +345,14 @@ def test_results_that_cannot_be_written(world: mpicomm.World) -> None:
     exchange = mpicomm.HaloExchange((world.size,))
     with pytest.raises(ValueError, match="requires a gradient"):
         exchange(torch.zeros(5, requires_grad=True), inplace=True)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_rank_has_an_expanded_field(world: mpicomm.World) -> None:
+    exchange = mpicomm.HaloExchange((1, world.size), periodic=True)
+    if world.rank == 0:
+        with pytest.raises(ValueError, match="is expanded: several of its elements share memory"):
+            exchange(torch.zeros(1, 5, 5).expand(3, 5, 5), inplace=True)
+    else:
+        with pytest.raises(MpicommError, match="rank 0 could not send its data"):
+            exchange(torch.zeros(3, 5, 5), inplace=True)
