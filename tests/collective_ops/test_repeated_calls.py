@@ -142,7 +142,7 @@ def test_a_forward_gradient_is_not_that_of_this_rank(world: mpicomm.World, calls
 
 
 @pytest.mark.parametrize("mode", ["transform", "fake"])
-def test_a_call_that_failed_in_a_mode_of_torch_leaves_nothing(
+def test_a_call_that_failed_in_a_mode_of_torch_leaves_no_trace(
     world: mpicomm.World, calls: dict[Any, Any], mode: str
 ) -> None:
     tensor = torch.ones(SIZE + 2 + world.size)  # the first call with this shape

@@ -49,8 +49,8 @@ MUTANTS = [
     ),
     Mutant(
         "HaloExchange._differentiable",
-        old="is_transposed=not is_transposed",
-        new="is_transposed=is_transposed",
+        old="not is_transposed",
+        new="is_transposed",
         fault="The second derivative is that of another function.",
         tests="tests/collective_ops/test_halo.py -k gradient_of_gradients",
         ranks=2,
