@@ -209,7 +209,7 @@ class HaloExchange:
         return data.description.rebuilt((yield from self._differentiable(data, tag, mode, is_transposed=False)))
 
     def _differentiable(self, data: Data, tag: int, mode: Mode, *, is_transposed: bool) -> Steps:
-        """Return copies of the tensors after the exchange, or the transposed one; each gives the gradient of the other."""
+        """Return copies of the tensors after the exchange or the transposed one, the gradient of which is the other."""
         fields = [tensor.detach().clone() for tensor in data.tensors]
         yield from (self._collect if is_transposed else self._fill)(fields, data, tag, mode)
         with_gradient = [index for index, has_gradient in enumerate(data.description.gradients) if has_gradient]
