@@ -27,6 +27,7 @@ from mpicomm.arguments import Deadline
 from mpicomm.devices import counting
 from mpicomm.errors import LaunchError, MpicommError, MPINotFoundError
 from mpicomm.launch.mpi_library import Library
+from mpicomm.settings import DEBUG
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -48,6 +49,10 @@ _OLDEST_MPI4PY = (4, 0)
 # default way of yielding does not. Intel MPI yields by default; its I_MPI_THREAD_YIELD and I_MPI_WAIT_MODE make small
 # messages slower.
 _YIELD_VARIABLES = {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+
+# By default, the component ob1 of Open MPI 4 and 5 copies a large message into the memory of a receiver that expects a
+# smaller one, beyond its end, and then reports MPI_ERR_TRUNCATE. With this setting it copies no more than expected.
+_COPIES_DIRECTLY = "OMPI_MCA_pml_ob1_max_rdma_per_request"
 
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
 _RANK_PROCESS = "_MPICOMM_RANK_PROCESS"  # set in a rank, for its children: its pid, and its connection to the launcher
@@ -163,6 +168,8 @@ def initialize(
         if local_size > _cores_of_node():
             for name, value in _YIELD_VARIABLES.items():
                 os.environ.setdefault(name, value)
+        if os.environ.get(DEBUG) == "1":
+            os.environ.setdefault(_COPIES_DIRECTLY, "0")
         if takes_gpu_tensors is not None:
             _gpu_environ = _gpu_variables(takes_gpu_tensors=takes_gpu_tensors)
         atexit.register(finalize)  # exit handlers run last in, first out: this one after those of the users of MPI
@@ -411,6 +418,11 @@ def has_thread_multiple() -> bool:
 def is_truncation(error: BaseException) -> bool:
     """Return whether an error is MPI_ERR_TRUNCATE: a rank has received more data than it expects."""
     return _has_class(error, "ERR_TRUNCATE")
+
+
+def overruns_buffers() -> bool:
+    """Return whether MPI may write beyond the end of a buffer if it receives more data than the buffer holds."""
+    return api().get_vendor()[0] == "Open MPI" and os.environ.get(_COPIES_DIRECTLY) != "0"
 
 
 def is_revocation(error: BaseException) -> bool:

@@ -23,6 +23,9 @@ REPLACED_BACKEND = "_MPICOMM_REPLACED_BACKEND"
 ORIGINAL = "mpicomm_original"
 """The attribute with torch's own function, of the init_process_group() that replaces it in unconverted programs."""
 
+DEBUG = "MPICOMM_DEBUG"
+"""The variable with which the ranks compare their calls."""
+
 SPARES = "MPICOMM_SPARES"
 """The variable in which `mpicomm run` passes the number of spares."""
 

@@ -1,4 +1,4 @@
-"""The error of a collective in which MPI reports MPI_ERR_TRUNCATE, because the ranks pass different sizes."""
+"""The errors of operations in which MPI reports MPI_ERR_TRUNCATE, because the ranks pass different sizes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
 from mpicomm import mpi
+from mpicomm.backend.execution import message_work
 from mpicomm.backend.execution.group_state import GroupState
 
 
@@ -28,3 +30,19 @@ def test_a_truncated_collective_names_the_sizes_and_debug_mode(code: str) -> Non
         assert "MPI_ERR_TRUNCATE" in str(caught.value)
         assert "MPICOMM_DEBUG=1" in str(caught.value).splitlines()[-1]
     assert state.record.broken.startswith("broadcast #3")
+
+
+@pytest.mark.parametrize(
+    ("vendor", "direct_copies", "is_named"), [("Open MPI", "1", True), ("Open MPI", "0", False), ("MPICH", "1", False)]
+)
+def test_the_error_of_a_message_names_what_open_mpi_may_have_done(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, direct_copies: str, is_named: bool
+) -> None:
+    error = mpi.api().Exception(mpi.api().ERR_TRUNCATE)
+    monkeypatch.setenv("OMPI_MCA_pml_ob1_max_rdma_per_request", direct_copies)
+    monkeypatch.setattr(mpi.api(), "get_vendor", lambda: (vendor, (5, 0, 11)))
+    transfer: Any = types.SimpleNamespace(
+        is_send=False, tensor=torch.ones(3), operation=types.SimpleNamespace(group=None)
+    )
+    text = str(message_work.error_of(transfer, error, 0))
+    assert ("Open MPI may have written beyond the end of the tensor" in text) is is_named

@@ -116,9 +116,10 @@ class GroupState:
         if not self.record.broken:
             self.break_by(cause)
         if is_truncated:
+            overrun = ", and to keep Open MPI from writing beyond the ends of tensors" if mpi.overruns_buffers() else ""
             raise RuntimeError(
                 f"{cause}: the ranks call with tensors of different sizes, or different operations.\n"
-                f"Pass tensors of the same size on every rank; set MPICOMM_DEBUG=1 to see each rank's call."
+                f"Pass tensors of the same size on every rank; set MPICOMM_DEBUG=1 to see each rank's call{overrun}."
             ) from error
 
     def wait_for_all(self, operation: Operation, seconds: float) -> None:

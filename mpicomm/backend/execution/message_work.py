@@ -296,7 +296,10 @@ def error_of(transfer: Transfer, cause: Exception | None, count: int) -> Excepti
             check_revoked(cause, operation.group)
         except MpicommError as error:
             return error
-        return RuntimeError(f"{_describe(transfer)} failed: {cause}.\nCheck that both ranks pass the same size.")
+        remedy = "Check that both ranks pass the same size."
+        if mpi.is_truncation(cause) and mpi.overruns_buffers():
+            remedy += " End the job: Open MPI may have written beyond the end of the tensor, unless MPICOMM_DEBUG=1."
+        return RuntimeError(f"{_describe(transfer)} failed: {cause}.\n{remedy}")
     return RuntimeError(
         f"recv: expected {tensor.numel()} elements of {dtypes.short(tensor.dtype)} from rank {operation.peer} "
         f"(tag {operation.tag}), got {count}.\nSend and receive tensors of the same size."
