@@ -453,6 +453,11 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
+def all_groups() -> list[dist.ProcessGroup]:
+    """Return the groups of this rank."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def takes_host_tensors(group: dist.ProcessGroup) -> bool:
     """Return whether a group has a backend for CPU tensors."""
     return any(torch.device(device).type == "cpu" for device in group._device_types)
@@ -530,6 +535,44 @@ def set_timeouts_of(kind: type[dist.ProcessGroup]) -> None:
             torchs(timeout, group)
 
     dist.distributed_c10d._set_pg_timeout = set_pg_timeout
+
+
+def set_shrink_of(kind: type[dist.ProcessGroup], shrink: Callable[[Any, list[int], bool], dist.ProcessGroup]) -> None:
+    """Make `shrink_group` call a function for groups of a class, after torch's checks of its arguments.
+
+    torch's own function requires a backend that C++ can call, which Python cannot create before torch 2.14, and returns
+    a group without the methods of the class. A program that imports the function by its name before the first use of
+    this backend keeps torch's function. torch 2.9 and older have none.
+
+    Args:
+        kind: The class.
+        shrink: Receives the group, its ranks to exclude, and whether to abort its operations; returns the new group.
+    """
+    module: Any = dist.distributed_c10d
+    if not hasattr(dist, "shrink_group"):
+        return
+    torchs = dist.shrink_group
+
+    @functools.wraps(torchs)
+    def shrink_group(
+        ranks_to_exclude: list[int],
+        group: dist.ProcessGroup | None = None,
+        shrink_flags: int = module.SHRINK_DEFAULT,
+        pg_options: Any = None,
+    ) -> dist.ProcessGroup:
+        chosen: Any = dist.group.WORLD if group is None else group
+        if not isinstance(chosen, kind):
+            return torchs(ranks_to_exclude, group, shrink_flags, pg_options)
+        module._validate_shrink_inputs(ranks_to_exclude, shrink_flags)
+        described = module._prepare_shrink_target_group(group)
+        excluded = sorted(module._validate_and_process_excluded_ranks(ranks_to_exclude, described))
+        if pg_options is not None:
+            raise ValueError(
+                f"shrink_group: pg_options are not supported by {chosen.name()}, got {pg_options}.\nOmit the argument."
+            )
+        return shrink(chosen, excluded, shrink_flags == module.SHRINK_ABORT)
+
+    dist.shrink_group = module.shrink_group = shrink_group
 
 
 def set_inner_timeout(backend: Any, timeout: datetime.timedelta) -> None:

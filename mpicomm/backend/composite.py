@@ -22,6 +22,7 @@ from mpicomm.backend.gpu.thread_device import prepare_thread_for_events
 from mpicomm.backend.operations import TABLE
 from mpicomm.backend.process_group import MPIProcessGroup
 from mpicomm.devices import accelerator, vendors
+from mpicomm.errors import MpicommError
 from mpicomm.recorder.flight_recorder import Operation
 from mpicomm.recorder.stream_queue import StreamQueue
 from mpicomm.watchdog import rank_failures
@@ -137,6 +138,12 @@ class CompositeProcessGroup(MPIProcessGroup):
         self._inner.abort()
         self._end_records()
         super().abort()
+
+    def end(self, error: MpicommError) -> None:
+        """Abort torch's group, and end this one, without communication."""
+        self._inner.abort()
+        self._end_records()
+        super().end(error)
 
     def shutdown(self) -> None:
         """Shut down torch's group, then this one (collective)."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpicomm import mpi
@@ -13,8 +14,8 @@ from mpicomm.backend.execution import backward_errors
 from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.gpu.probe import choose_transport
 from mpicomm.backend.gpu.transport import DIRECT
-from mpicomm.errors import MpicommError, RankFailedError
-from mpicomm.recorder import flight_recorder
+from mpicomm.errors import MpicommError
+from mpicomm.recorder import flight_recorder, rank_text
 from mpicomm.settings import Settings
 from mpicomm.watchdog import rank_failures
 
@@ -65,21 +66,40 @@ def make(name: str, ranks: Sequence[int], seconds: float, *, takes_gpu_tensors: 
 
 
 def _make(record: flight_recorder.Group, make_comm: Callable[[], Intracomm], takes_gpu_tensors: bool) -> Executor:
-    flight_recorder.refuse_children()
     settings = Settings.from_environ(os.environ)  # not those of a session: groups exist without bootstrap()
-    record.sequence = -1  # the creation of a group is its operation 0, as a rank may never reach it
-    operation = flight_recorder.note(record, "new_group", None, 0, None, is_message=False, is_running=True)
-    try:
+    with _recorded(record, "new_group"):
         comm = mpi.tracked(make_comm())
         transport = choose_transport(comm, settings) if takes_gpu_tensors else DIRECT
+    executor = Executor(comm, record, settings, transport)
+    _executors.add(executor)
+    return executor
+
+
+@contextlib.contextmanager
+def _recorded(record: flight_recorder.Group, operation: str) -> Iterator[None]:
+    """Record the creation of a group as its operation 0, since a rank may never reach it."""
+    flight_recorder.refuse_children()
+    record.sequence = -1
+    running = flight_recorder.note(record, operation, None, 0, None, is_message=False, is_running=True)
+    try:
+        yield
     except Exception as error:
         rank_failures.raise_if_failed(error)
         raise
     finally:
-        operation.finish()
-    executor = Executor(comm, record, settings, transport)
-    _executors.add(executor)
-    return executor
+        running.finish()
+
+
+def remaining_comm(ranks: Sequence[int], seconds: float) -> Intracomm:
+    """Create the communicator of the ranks of the job that continue without the others (collective over these ranks).
+
+    Args:
+        ranks: These ranks.
+        seconds: The timeout.
+    """
+    name = f"shrink_group to {rank_text.name_ranks(ranks)}"
+    with _recorded(flight_recorder.Group(name, ranks, seconds, is_world=False), "shrink_group"):
+        return _make_comm(name, ranks)
 
 
 def _make_comm(name: str, ranks: Sequence[int]) -> Intracomm:
@@ -98,15 +118,17 @@ def drain() -> None:
         executor.drain()
 
 
-def end_all(error: RankFailedError, cause: str) -> None:
-    """End all groups without communication, after a rank has failed and all communicators are revoked.
+def end_all(error: MpicommError, cause: str, *, revokes: bool) -> None:
+    """End all groups without communication.
 
     Args:
         error: The error of operations that have not completed.
         cause: Why the groups cannot be used any more, for later calls.
+        revokes: Whether calls in progress end, on all ranks.
     """
+    flight_recorder.break_all(cause, flight_recorder.OTHER_GROUP)  # for calls in progress that this ends
     for executor in list(_executors):
-        executor.end_after_rank_failure(error)
+        executor.end(error, revokes=revokes)
     flight_recorder.end_all(cause)
 
 

@@ -20,6 +20,7 @@ from mpicomm.backend import checks, dispatcher, groups, operations, plain_calls
 from mpicomm.backend.execution.executor import Executor
 from mpicomm.backend.operations import TABLE, CollectiveOperation
 from mpicomm.backend.transfer.buffers import Tensors
+from mpicomm.errors import MpicommError
 
 
 class MPIProcessGroup(dist.ProcessGroup):
@@ -275,6 +276,18 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._executor.messages.receive(tensor, None, checks.require_tag(tag, "recv"))
 
     # -- shutdown ------------------------------------------------------------------------------------------------
+
+    def finish(self) -> bool:
+        """Wait until the operations that this rank has queued have run; return whether no message is in flight."""
+        return self._executor.finish()
+
+    def end(self, error: MpicommError) -> None:
+        """End the group on this rank without communication; the other ranks may do the same, or keep it.
+
+        Args:
+            error: The error of operations that have not completed.
+        """
+        self._executor.end(error, revokes=False)
 
     def shutdown(self) -> None:
         """Complete the queued operations and free the communicator (collective)."""

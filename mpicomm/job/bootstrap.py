@@ -20,7 +20,7 @@ import torch
 from mpicomm import mpi
 from mpicomm.arguments import PATH
 from mpicomm.errors import MpicommError, RankFailedError
-from mpicomm.job import mpi_job, recovery, session, session_setup, torchrun_job
+from mpicomm.job import mpi_job, recovery, session, session_setup, shrinking, torchrun_job
 from mpicomm.job.session import World
 from mpicomm.job.shutdown import shutdown, shutdown_at_exit
 from mpicomm.job.start_request import StartRequest
@@ -121,6 +121,7 @@ def bootstrap(
                 opened.watch.leave(1, is_stuck=False, waits=False)
             opened.close()
             raise
+    shrinking.serve_torch()
     atexit.register(shutdown_at_exit)
     if opened.job.is_spare:
         recovery.wait_as_spare()

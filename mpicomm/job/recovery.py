@@ -90,7 +90,7 @@ def recover_from(last_session: Session) -> Session:
     comm, finished = last_session.job.process_comm, frozenset[int]()
     request, settings = last_session.request, last_session.settings
     size, attempts, error = 0, 0, None
-    with _time_limit(last_session, "recover()"):
+    with time_limit(last_session, "recover()"):
         while True:
             # 1. find the processes that are left; until then, the watchdog of the last world reports ranks that hang
             survivors = find_survivors(comm, last_session, finished)
@@ -138,7 +138,7 @@ def leave_without_failed(last_session: Session) -> None:
     """End this rank's part in a world in which another rank has failed: it has finished, so it does not continue."""
     assert last_session.job.process_comm is not None
     _end_world(last_session)
-    with _time_limit(last_session, "shutdown()"):
+    with time_limit(last_session, "shutdown()"):
         survivors = find_survivors(last_session.job.process_comm, last_session, frozenset(), is_finished=True)
     if survivors.reports_end and not survivors.size and last_session.settings.parent:
         # The last rank 0 may have failed. If other ranks continue, rank 0 of the next world reports their end.
@@ -165,12 +165,12 @@ def _end_world(ended: Session) -> None:
     assert ended.failures is not None
     mpi.record_lost_processes()
     mpi.revoke_all()
-    groups.end_all(ended.failures.error(), "its world has ended, since ranks have failed")
+    groups.end_all(ended.failures.error(), "its world has ended, since ranks have failed", revokes=True)
     ended.close(recovers=True)
 
 
 @contextlib.contextmanager
-def _time_limit(last_session: Session, operation: str) -> Iterator[None]:
+def time_limit(last_session: Session, operation: str) -> Iterator[None]:
     """Abort the job at the timeout of operations: MPI waits without a limit for a process that does not respond.
 
     Args:

@@ -85,6 +85,10 @@ _GroupRecord: type = object if _native is None else _native.GroupRecord
 _CallRecord: type = object if _native is None else _native.CallRecord
 
 
+OTHER_GROUP = "Use the default group, or create a new one with torch.distributed.new_group()."
+"""The remedy of groups that have ended while the job continues."""
+
+
 class Group(_GroupRecord):
     """The state of a process group on this rank, for recording its operations."""
 
@@ -102,8 +106,8 @@ class Group(_GroupRecord):
         self.broken = ""
         """The error, on this or another rank, after which the group cannot be used any more; empty before."""
 
-        self.has_ended = False
-        """Whether the group belongs to a world that ended when `recover()` formed a new one."""
+        self.remedy = ""
+        """If it is broken, the next step, which errors name; empty if only the job can end."""
 
         self.sequence = 0
         """The number of collective operations that this rank has called on the group."""
@@ -444,23 +448,23 @@ def _mark_child() -> None:
 os.register_at_fork(after_in_child=_mark_child)
 
 
-def break_group(name: str, cause: str) -> None:
-    """Record that a group cannot be used any more; the first cause is kept."""
+def break_group(name: str, cause: str, remedy: str = "") -> None:
+    """Record that a group cannot be used any more; the first cause is kept, with its remedy."""
     group = _groups.get(name)
     if group is not None and not group.broken:
-        group.broken = cause
+        group.broken, group.remedy = cause, remedy
 
 
-def break_all(cause: str) -> None:
+def break_all(cause: str, remedy: str = "") -> None:
     """Record that no group can be used any more; causes that groups have already are kept."""
     for name in list(_groups):
-        break_group(name, cause)
+        break_group(name, cause, remedy)
 
 
 def end_all(cause: str) -> None:
     """Forget all groups and their operations, since their world has ended; they cannot be used any more."""
     for group in list(_groups.values()):
-        group.broken, group.has_ended, group.running = cause, True, None
+        group.broken, group.remedy, group.running = cause, OTHER_GROUP, None
     _groups.clear()
     _running.clear()
 

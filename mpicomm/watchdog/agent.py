@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +47,8 @@ _ENDED_SECONDS = 10.0  # after the decision to abort, the launcher must have end
 _WRITE_SECONDS = 1.0  # how long the watchdog waits while the dump files are written
 _EXIT_SECONDS = 0.5  # os._exit waits for rank 0's confirmation: some launchers kill the others before they report it
 _ABORT_SECONDS = 5.0  # time limit for MPI_Abort to end this process
+_CONTINUE_SECONDS = 5.0  # for rank 0 to confirm that a next world follows; it may be excluded because it is stopped
+_EXCLUDED_SECONDS = 10.0  # an operation of an excluded rank that has not ended by then waits for the other ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +132,7 @@ class Watchdog:
         self._dump_fields = {"size": rank_info.size, "host": rank_info.hosts[rank_info.rank]}  # for the dump files
         self._term_at = math.inf  # when SIGTERM ends this process
         self._exit_at = math.inf  # once the job is ending: when this process exits if the launcher has not ended it
+        self._excluded_at = math.inf  # when the other ranks have continued without this one
 
     # -- for other threads ---------------------------------------------------------------------------------------
 
@@ -199,6 +202,11 @@ class Watchdog:
                 raise failures.error()
         return self._exit.is_stuck
 
+    def continue_without(self, excluded: Sequence[int]) -> None:
+        """Report that this rank continues in a next world without some ranks, and wait until all others do, too."""
+        self._post_report(protocol.RankContinues(self.rank_info.rank, rank_text.ranges(excluded)))
+        self._exit.all_exited.wait(_CONTINUE_SECONDS)
+
     def has_seen_all_exit(self) -> bool:
         """Return whether every rank of the world has reported its exit."""
         return self._exit.all_exited.is_set()
@@ -239,9 +247,9 @@ class Watchdog:
             self._answers.pop(operation.number, None)
         return rank_text.parse_ranges(answer.ranks), answer.table
 
-    def break_group(self, name: str, cause: str) -> None:
+    def break_group(self, name: str, cause: str, remedy: str = "") -> None:
         """Report that this rank has stopped waiting in a group, so that no rank uses the group any more."""
-        self._post_report(protocol.GroupBroken(name, cause))
+        self._post_report(protocol.GroupBroken(name, cause, remedy))
 
     def clock_offset(self) -> ClockOffset | None:
         """Return the difference between the clocks of this rank and rank 0; None if it has not been measured."""
@@ -361,7 +369,10 @@ class Watchdog:
         if self._coordinator is None:
             self._channel.send_up(protocol.Heartbeat())
             self._probe_clock()
-        self._operations.check(now)
+        if self._excluded_at < math.inf:
+            self._check_excluded(now)
+        else:
+            self._operations.check(now)
         self._exit.check()
 
     def _probe_clock(self) -> None:
@@ -470,7 +481,7 @@ class Watchdog:
                 if message.number in self._answers:
                     self._answers[message.number].put(message)
             case protocol.GroupBroken():
-                flight_recorder.break_group(message.group, message.cause)
+                flight_recorder.break_group(message.group, message.cause, message.remedy)
             case protocol.Acknowledgement():
                 self._is_acknowledged.set()
             case protocol.AllExited():
@@ -482,8 +493,26 @@ class Watchdog:
             case protocol.ContinueWithout():
                 if (failures := rank_failures.current()) is not None:
                     failures.record({int(rank): reason for rank, reason in message.reasons.items()})
+            case protocol.WorldShrunk():
+                self._exit.all_exited.set()
+                if self.rank_info.rank in rank_text.parse_ranges(message.excluded):
+                    self._excluded_at = time.monotonic()
+                    flight_recorder.break_all(_describe_exclusion(message.excluded), "Exit from this process.")
             case protocol.JobEnding():
                 self._end(message)
+
+    def _check_excluded(self, now: float) -> None:
+        """Abort the job if this rank, which the others have excluded, waits for them: no other rank ends the wait."""
+        waits = [each for each in flight_recorder.running() if (each.start or now) < self._excluded_at]
+        if waits and now >= self._excluded_at + _EXCLUDED_SECONDS:
+            name = rank_text.full_name([self.rank_info.rank], self.rank_info.hosts)
+            operation = rank_text.describe_operation(waits[0].describe(now))
+            self.print_report(
+                f"[mpicomm] {name}, which the other ranks have excluded with shrink_group(), waits for them in "
+                f"{operation}; aborting the job.\n"
+                f"Exclude only ranks that call no operation of the group any more, or that have failed."
+            )
+            self._abort(1)
 
     # -- the end of the job --------------------------------------------------------------------------------------
 
@@ -558,6 +587,11 @@ class Watchdog:
             )
             if problem:  # the report is printed all the same
                 self._report(protocol.DumpFailed(self.rank_info.rank, problem))
+
+
+def _describe_exclusion(excluded: str) -> str:
+    ranks = rank_text.parse_ranges(excluded)
+    return f"the other ranks have excluded {rank_text.name_ranks(ranks)} with shrink_group()"
 
 
 _current: Watchdog | None = None

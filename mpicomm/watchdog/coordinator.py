@@ -152,6 +152,8 @@ class Coordinator:
         self._exits: dict[int, protocol.RankExited] = {}
         self._exit_times: dict[int, float] = {}
         self._terminated: set[int] = set()
+        self._continuing: set[int] = set()  # the ranks that continue in a next world
+        self._has_shrunk = False  # whether all ranks do that are not excluded from it
         self._waits: dict[tuple[int, int], protocol.WaitStarted] = {}
         self._collection: _Collection | None = None
         self._observation: _Collection | None = None  # for observers: not one on which a decision about the job depends
@@ -201,7 +203,11 @@ class Coordinator:
         return self._actions
 
     def _receive(self, message: Message, now: float) -> None:
+        if self._has_shrunk:
+            return
         match message:
+            case protocol.RankContinues():
+                self._receive_continuation(message)
             case protocol.StatusReport():
                 for collection in (self._collection, self._observation):
                     if collection is not None and message.number == collection.number and message.rank < self.size:
@@ -302,6 +308,14 @@ class Coordinator:
             self._send(protocol.AllExited(any(report.is_stuck for report in self._exits.values())))
         else:
             self._expect_check_of_exits(now)
+
+    def _receive_continuation(self, message: protocol.RankContinues) -> None:
+        self._continuing.add(message.rank)
+        self._has_shrunk = len(self._continuing) + len(rank_text.parse_ranges(message.excluded)) == self.size
+        if self._has_shrunk:
+            self._check_exits_at = math.inf
+            self._collection = None
+            self._send(protocol.WorldShrunk(message.excluded))
 
     def _expect_check_of_exits(self, now: float) -> None:
         if self._waits and self._exits:
@@ -421,6 +435,8 @@ class Coordinator:
 
     def _receive_death(self, message: protocol.RankDied, now: float) -> None:
         report = self._exits.get(message.rank)
+        if message.rank in self._continuing:
+            return
         if report is not None and (len(self._exits) == self.size or not report.waits):
             return
         reason = hang_report.cause_of_loss(message.lost, message.crash)

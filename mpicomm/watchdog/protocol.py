@@ -138,6 +138,12 @@ class ExitingAtOnce(FromRank):
     status: int
 
 
+class RankContinues(FromRank):
+    """The rank continues in a next world, without the excluded ranks (`rank_text.ranges`), which have not failed."""
+
+    excluded: str
+
+
 class RankDied(FromRank):
     """The rank's hub has lost its connection."""
 
@@ -164,6 +170,7 @@ class GroupBroken(Message):
 
     group: str
     cause: str
+    remedy: str = ""
 
 
 # -- between rank 0 and `mpicomm run` ----------------------------------------------------------------------------------
@@ -250,6 +257,12 @@ class AllExited(Message):
     """Every rank has reported its exit; `is_stuck` if one of them has an operation that may never end."""
 
     is_stuck: bool
+
+
+class WorldShrunk(Message):
+    """All other ranks continue in a next world, without the excluded ranks (`rank_text.ranges`)."""
+
+    excluded: str
 
 
 class JobEnding(Message):

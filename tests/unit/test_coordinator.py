@@ -339,6 +339,18 @@ def test_a_rank_that_left_can_die_only_while_it_waits_for_the_others(court: Cour
     assert court.printed == [died(2)]
 
 
+def test_ranks_continue_without_ranks_that_have_not_failed(court: Court) -> None:
+    court.receive(protocol.RankContinues(0, "1"))
+    court.receive(protocol.RankContinues(3, "1"))
+    court.lose(3)  # it has closed its connection first
+    assert court.to_all == []
+    court.receive(protocol.RankContinues(2, "1"))
+    assert court.to_all == [protocol.WorldShrunk("1")]
+    for rank in (0, 1, 2):
+        court.lose(rank)
+    assert court.claims == 0
+
+
 def test_a_rank_that_calls_os_exit_is_named_and_gets_an_acknowledgement(court: Court) -> None:
     court.receive(protocol.ExitingAtOnce(2, 3))
     court.lose(2)

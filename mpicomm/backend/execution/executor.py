@@ -28,7 +28,7 @@ from mpicomm.backend.gpu.transport import Transport
 from mpicomm.backend.operations import Collective
 from mpicomm.backend.transfer.algorithms import AlgorithmSelector
 from mpicomm.backend.transfer.dense_collectives import DenseCollectives
-from mpicomm.errors import MpicommError, RankFailedError
+from mpicomm.errors import MpicommError
 from mpicomm.recorder import flight_recorder
 from mpicomm.recorder.flight_recorder import Operation
 from mpicomm.settings import Settings
@@ -308,6 +308,11 @@ class Executor:
         if self._worker is not None and not self.record.broken:
             self._worker.wait_until_idle()
 
+    def finish(self) -> bool:
+        """Wait until all queued operations have run; return whether no message is in flight, after a grace period."""
+        self.drain()
+        return mpi.poll(lambda: not self.messages.has_any(), _LATE_SECONDS)
+
     def advance(self) -> None:
         """Drive the progress of messages in flight."""
         if self._is_usable():
@@ -359,26 +364,31 @@ class Executor:
             mpi.abandon()
         self.messages.give_up(error, is_revoked=is_revoked)
 
-    def end_after_rank_failure(self, error: RankFailedError) -> None:
-        """End the group without communication, after a rank has failed and all communicators are revoked.
+    def end(self, error: MpicommError, *, revokes: bool) -> None:
+        """End the group without communication: some of its ranks have failed, or take no further part.
 
         Args:
             error: The error of operations that have not completed.
+            revokes: Whether calls in progress end, on all ranks; MPI must tolerate failures.
         """
         if not self._state.is_open:
             return
         self._state.is_open = False
         self._kept_works.clear()
-        # 1. fail the queued operations and the messages in flight; calls in progress return, since MPI has revoked them
+        # 1. fail the queued operations and the messages in flight
+        if revokes:
+            mpi.revoke(self.comm)
+            self.algorithms.revoke()
         self.messages.stop()
         if self._worker is not None:
             self._worker.give_up(error)
-        self.messages.give_up(error, is_revoked=True)
+        self.messages.give_up(error, is_revoked=revokes)
         # 2. release the shared memory, unless a thread still uses it
         worker = self._worker
         if worker is None or mpi.poll(lambda: worker.is_idle, _LATE_SECONDS):
-            self.algorithms.close()
-            mpi.free(self.comm)
+            self.algorithms.close()  # the communicator is kept: other ranks may still send messages on it
+        elif not revokes:
+            mpi.abandon()
 
     def is_stuck(self) -> bool:
         """Return whether an operation of a broken group is still not complete, after a grace period."""

@@ -33,8 +33,8 @@ def check_unbroken(record: flight_recorder.Group) -> None:
         return
     flight_recorder.refuse_children()
     message = f"group {record.name} cannot be used any more: {record.broken}."
-    if record.has_ended:
-        raise MpicommError(f"{message}\nUse the default group, or create a new one with torch.distributed.new_group().")
+    if record.remedy:
+        raise MpicommError(f"{message}\n{record.remedy}")
     if failures := rank_failures.known():
         raise failures.error()
     raise MpicommError(f"{message}\nEnd the job.")

@@ -180,6 +180,11 @@ class PendingMessages:
         for transfer in list(self._in_flight):
             transfer.test()  # a completed message calls `forget`
 
+    def has_any(self) -> bool:
+        """Return whether messages are in flight, after testing each of them."""
+        self.unposted.post_all()
+        return self._test_in_flight()
+
     def is_sending(self) -> bool:
         """Return whether sent messages are still in flight."""
         return any(transfer.is_send for transfer in list(self._in_flight))
