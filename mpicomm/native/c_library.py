@@ -54,14 +54,19 @@ NO_EXTREME, LEAST, MOST = range(3)
 """What a reduction keeps: the sum, or the least or largest number of all ranks."""
 
 
+_KIND, _EXTREME, _ROOT, _DIVISOR, _DTYPE = 8, 12, 16, 32, 48
+"""The first bits of the fields of a call, as in slots.c; the first one is the operation."""
+
+
 def call(
     operation: int, kind: int, dtype: torch.dtype, root: int = 0, divisor: int = 1, extreme: int = NO_EXTREME
 ) -> int:
     """Return the call that all ranks must make, as the library's number."""
-    return operation | kind << 8 | extreme << 12 | root << 16 | divisor << 32 | dtype_code(dtype) << 48
+    with_kind = operation | kind << _KIND | extreme << _EXTREME
+    return with_kind | root << _ROOT | divisor << _DIVISOR | dtype_code(dtype) << _DTYPE
 
 
-BARRIER_CALL = BARRIER | BYTES << 8 | 1 << 32
+BARRIER_CALL = BARRIER | BYTES << _KIND | 1 << _DIVISOR
 """The call of a barrier, which has no dtype."""
 
 
@@ -91,11 +96,12 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 def describe(call: int) -> str:
     """Return a call as text, such as `reduce MAX to rank 1 of float32`."""
-    operation, extreme, root, divisor = call & 0xFF, call >> 12 & 3, call >> 16 & 0xFFFF, call >> 32 & 0xFFFF
+    operation, extreme = call & 0xFF, call >> _EXTREME & 3
+    root, divisor = call >> _ROOT & 0xFFFF, call >> _DIVISOR & 0xFFFF
     reduction = ("AVG" if divisor > 1 else "SUM", "MIN", "MAX")[extreme] if operation in _REDUCTIONS else ""
     at_root = f"{_ROOTED[operation]} rank {root}" if operation in _ROOTED else ""
     dtypes = {dtype_code(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-    dtype = dtypes.get(call >> 48 & 0x7FFF) if operation != BARRIER else None
+    dtype = dtypes.get(call >> _DTYPE & 0x7FFF) if operation != BARRIER else None
     of_dtype = f"of {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
     return " ".join(filter(None, (_NAMES[operation], reduction, at_root, of_dtype)))
 
