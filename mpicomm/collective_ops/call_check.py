@@ -48,11 +48,7 @@ def compare_signatures(members: GroupArgument, signature: Signature, mode: Mode)
     Raises:
         MismatchError: On every rank of the group, if the signatures differ.
     """
-    if members.size == 1:
-        return
-    table = yield from gathered(members, digest_on(members.control, signature), mode)
-    if table.count(table[0]) < members.size:
-        refuse(members, signature)
+    yield from compare_and_gather(members, signature, (), mode)
 
 
 def compare_and_gather(

@@ -256,29 +256,45 @@ class HaloExchange:
         lower, higher = self.neighbors[dimension]
         if lower is None and higher is None:
             return [[], []]
-        sends, receives, arrived = [], [], []
+        batch: list[dist.P2POp] = []
+        arrived = []
         for target, source, at in ((lower, higher, slabs.low), (higher, lower, slabs.high)):
             own = [self._slab(tensor, dimension, at) for tensor in tensors]
-            shapes = [slab.shape for slab in own]
-            cells: list[torch.Tensor] = [torch.empty(0)] * len(own) if source is not None else []
-            for indices in packing.by_dtype(data):
-                sent = packing.packed([own[index] for index in indices])
-                got = sent if source == self._members.rank else torch.empty_like(sent)
-                if target is not None and target != self._members.rank:
-                    sends.append(self._message(dist.isend, sent, target, tag))
-                if source is not None and source != self._members.rank:
-                    receives.append(self._message(dist.irecv, got, source, tag))
-                if source is not None:
-                    parts = packing.unpacked(got, [shapes[index] for index in indices])
-                    for index, part in zip(indices, parts, strict=True):
-                        cells[index] = part
-            arrived.append(cells)
-        works = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
+            arrived.append(self._pass_on(own, data, target, source, tag, batch))
+        works = dist.batch_isend_irecv(batch) if batch else []
         if mode.early or dimension == len(self.grid) - 1:
             yield works
         else:  # the messages of the next dimension must not depend on when this rank waits for its handle
             handles.wait_for_all(works)
         return arrived
+
+    def _pass_on(
+        self,
+        own: Sequence[torch.Tensor],
+        data: Data,
+        target: int | None,
+        source: int | None,
+        tag: int,
+        batch: list[dist.P2POp],
+    ) -> list[torch.Tensor]:
+        """Add the messages with slabs to and from two neighbours, which may be this rank itself or missing.
+
+        Returns:
+            The slabs that `source` sends; empty if it is missing.
+        """
+        arriving: list[torch.Tensor] = [torch.empty(0)] * len(own) if source is not None else []
+        for indices in packing.by_dtype(data):
+            sent = packing.packed([own[index] for index in indices])
+            received = sent if source == self._members.rank else torch.empty_like(sent)
+            if target not in (None, self._members.rank):
+                batch.append(self._message(dist.isend, sent, target, tag))
+            if source not in (None, self._members.rank):
+                batch.append(self._message(dist.irecv, received, source, tag))
+            if source is not None:
+                parts = packing.unpacked(received, [own[index].shape for index in indices])
+                for index, part in zip(indices, parts, strict=True):
+                    arriving[index] = part
+        return arriving
 
     def _message(self, kind: Any, tensor: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self._members.ranks[rank], self._members.handle, tag)

@@ -23,9 +23,9 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "compare_signatures",
-        old="table.count(table[0]) < members.size",
-        new="table[0] != list(digest_of(signature))",
+        "compare_and_gather",
+        old="any(row[:start] != own[:start] for row in rows)",
+        new="rows[0][:start] != own[:start]",
         fault="Rank 0 does not notice that another rank passes other data, and waits for it.",
         tests="tests/collective_ops/test_errors.py -k test_different_operations",
         ranks=2,
