@@ -90,15 +90,17 @@ def _recorded(record: flight_recorder.Group, operation: str) -> Iterator[None]:
         running.finish()
 
 
-def remaining_comm(ranks: Sequence[int], seconds: float) -> Intracomm:
+def remaining_comm(ranks: Sequence[int], seconds: float, wait: Callable[[], None]) -> Intracomm:
     """Create the communicator of the ranks of the job that continue without the others (collective over these ranks).
 
     Args:
         ranks: These ranks.
         seconds: The timeout.
+        wait: Waits for all of them.
     """
     name = f"shrink_group to {rank_text.name_ranks(ranks)}"
     with _recorded(flight_recorder.Group(name, ranks, seconds, is_world=False), "shrink_group"):
+        wait()
         return _make_comm(name, ranks)
 
 

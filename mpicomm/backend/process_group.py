@@ -277,6 +277,14 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     # -- shutdown ------------------------------------------------------------------------------------------------
 
+    def check_open(self) -> None:
+        """Check that the group can be used.
+
+        Raises:
+            MpicommError: If it is broken or was destroyed.
+        """
+        self._executor.check_open()
+
     def finish(self) -> bool:
         """Wait until the operations that this rank has queued have run; return whether no message is in flight."""
         return self._executor.finish()

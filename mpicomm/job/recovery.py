@@ -87,45 +87,56 @@ def recover_from(last_session: Session) -> Session:
     assert last_session.job.process_comm is not None
     start = time.monotonic()
     _end_world(last_session)
-    comm, finished = last_session.job.process_comm, frozenset[int]()
+    with time_limit(last_session, "recover()"):
+        return form_next(last_session, last_session.job.process_comm, frozenset(), start)
+
+
+def form_next(last_session: Session, comm: Intracomm, finished: frozenset[int], start: float) -> Session:
+    """Form the next world of the processes of a communicator that are left (collective over these).
+
+    Args:
+        last_session: The session of the last world, whose groups have ended.
+        comm: The communicator of its processes, or of a part of them.
+        finished: The ranks that are known to take no further part, but have not failed.
+        start: The value of `time.monotonic()` at the start of the recovery.
+    """
     request, settings = last_session.request, last_session.settings
     size, attempts, error = 0, 0, None
-    with time_limit(last_session, "recover()"):
-        while True:
-            # 1. find the processes that are left; until then, the watchdog of the last world reports ranks that hang
-            survivors = find_survivors(comm, last_session, finished)
-            last_session.stop_watching()
-            mpi.forget_revoked()
-            comm, finished = survivors.next_comm, survivors.finished
-            if not survivors.size:
-                raise SystemExit(0)  # of a spare: all ranks have finished
-            _check_enough(last_session, survivors)
-            attempts = attempts + 1 if comm.size == size else 1  # no process has failed in the last attempt, or one has
-            if attempts > _ATTEMPTS:
-                raise MpicommError(
-                    f"recover: the new world cannot be formed: {_cause(comm, error)}\n"
-                    f"Correct the cause, and start the job again."
-                ) from error
-            # 2. form the next world
-            next_session, size, error = None, comm.size, None
-            try:
-                job = mpi_job.rejoin(comm, survivors.size, request, settings, last_session.job)
-                next_session = session_setup.create(
-                    request, last_session.launch, settings, job, last_session.shutdown, last_session
-                )
-                session_setup.open_session(next_session)
-            except Exception as caught:  # noqa: BLE001  if another process has failed, the next attempt is without it
-                error = caught
-                mpi.revoke_all()
-                comm.Revoke()  # other processes may wait for this one
-            # 3. all processes agree that they have formed it
-            if agreement.succeeded_on_all(comm, error is None) and next_session is not None:
-                break
-            if next_session is not None:
-                _end_world(next_session)
-                next_session.stop_watching()
+    while True:
+        # 1. find the processes that are left; until then, the watchdog of the last world reports ranks that hang
+        survivors = find_survivors(comm, last_session, finished)
+        last_session.stop_watching()
+        mpi.forget_revoked()
+        comm, finished = survivors.next_comm, survivors.finished
+        if not survivors.size:
+            raise SystemExit(0)  # of a spare: all ranks have finished
+        _check_enough(last_session, survivors)
+        attempts = attempts + 1 if comm.size == size else 1  # no process has failed in the last attempt, or one has
+        if attempts > _ATTEMPTS:
+            raise MpicommError(
+                f"recover: the new world cannot be formed: {_cause(comm, error)}\n"
+                f"Correct the cause, and start the job again."
+            ) from error
+        # 2. form the next world
+        next_session, size, error = None, comm.size, None
+        try:
+            job = mpi_job.rejoin(comm, survivors.size, request, settings, last_session.job)
+            next_session = session_setup.create(
+                request, last_session.launch, settings, job, last_session.shutdown, last_session
+            )
+            session_setup.open_session(next_session)
+        except Exception as caught:  # noqa: BLE001  if another process has failed, the next attempt is without it
+            error = caught
+            mpi.revoke_all()
+            comm.Revoke()  # other processes may wait for this one
+        # 3. all processes agree that they have formed it
+        if agreement.succeeded_on_all(comm, error is None) and next_session is not None:
+            break
+        if next_session is not None:
+            _end_world(next_session)
+            next_session.stop_watching()
     session.set_current(next_session)
-    if comm.rank == 0:
+    if comm.rank == 0 and survivors.failed:
         number, seconds = next_session.world.recoveries, time.monotonic() - start
         error_output.print_stderr(
             f"[mpicomm] {_describe(last_session, survivors)}; continuing with {next_session.world.size} ranks "

@@ -55,10 +55,10 @@ class World(Topology):
     """A private duplicate of the job's communicator, for use with mpi4py; None where MPI is not in use."""
 
     previous_rank: int | None = None
-    """The rank of this process before the last recovery, or None if it was a spare; `rank` if there was no recovery."""
+    """The rank of this process in the last world, or None if it was a spare; `rank` if this is the first world."""
 
     recoveries: int = 0
-    """The number of times that the job has continued after failures of ranks."""
+    """The number of times that the job has continued without ranks, after failures or `shrink_group`."""
 
     def __str__(self) -> str:
         text = describe_rank(self)
@@ -173,5 +173,5 @@ def current_world() -> World:
 
 
 def recoveries() -> int:
-    """Return the number of times that the job has continued after failures of ranks; 0 without `bootstrap`."""
+    """Return the number of times that the job has continued without ranks; 0 without `bootstrap`."""
     return 0 if _current is None else _current.world.recoveries

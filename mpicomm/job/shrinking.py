@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import datetime
 import functools
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from mpicomm import mpi, torch_internals
 from mpicomm.backend import groups
 from mpicomm.backend.process_group import MPIProcessGroup
-from mpicomm.errors import MpicommError
+from mpicomm.errors import MpicommError, RankFailedError
 from mpicomm.job import mpi_job, recovery, session, session_setup
 from mpicomm.job.session import Session
 from mpicomm.recorder import flight_recorder, rank_text
 from mpicomm.watchdog import agent, rank_failures
 from mpicomm.watchdog.rank_failures import RankFailures
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 _EVIDENCE_SECONDS = 1.0  # for the failures of further ranks to become known, once that of one is
 
@@ -43,12 +48,14 @@ def shrink_group(group: MPIProcessGroup, excluded: list[int], aborts: bool) -> d
         The new group; the new default group if `group` was the default one.
 
     Raises:
-        MpicommError: If messages are in flight that are not to be aborted, or the default group was not created by
-            `bootstrap`.
+        MpicommError: If the group cannot be used any more, messages are in flight that are not to be aborted, or the
+            default group was not created by `bootstrap`.
         ValueError: If fewer than `min_ranks` ranks would remain, or ranks have failed, but not all excluded ones.
-        RankFailedError: If a rank has failed, and the group is not the default group.
+        RankFailedError: If a rank has failed, and the group is not the default group; if another rank fails meanwhile.
     """
     aborts = aborts and mpi.tolerates_failures()
+    if rank_failures.known() is None:
+        group.check_open()
     if group is dist.group.WORLD:
         _shrink_world(_session(), excluded, aborts=aborts)
         return dist.group.WORLD
@@ -126,53 +133,75 @@ def _session() -> Session:
 
 def _shrink_world(last: Session, excluded: list[int], *, aborts: bool) -> None:
     """Form the next world without the excluded ranks (collective over the others)."""
-    if (failures := last.failures) is not None and failures.wait_until_known():
-        _recover(last, failures, excluded)
+    start, failures = time.monotonic(), last.failures
+    # 1. after a failure, continue without the failed ranks
+    if failures is not None and failures.has_any.is_set():
+        _check_failed(failures, excluded)
+        recovery.recover_from(last)
         return
+    # 2. create the communicator of the remaining ranks
     least, left = last.request.min_ranks, last.world.size - len(excluded)
     if left < least:
         raise ValueError(
             f"shrink_group: {left} ranks would remain, fewer than min_ranks={least} of bootstrap().\n"
             f"Exclude fewer ranks, or pass a smaller min_ranks to bootstrap()."
         )
+    if not aborts:
+        _finish([group for group in torch_internals.all_groups() if isinstance(group, MPIProcessGroup)])
     try:
-        with recovery.time_limit(last, "shrink_group()"):
-            _continue_without(last, excluded, aborts=aborts)
-    except Exception as error:
-        if failures is None or rank_failures.error_after(error) is None:
+        comm = _remaining_comm(last, excluded, aborts=aborts)
+    except RankFailedError:
+        if failures is None or not set(excluded) <= set(failures.ranks):
             raise
-        _recover(last, failures, excluded)
+        recovery.recover_from(last)
+        return
+    # 3. end the last world, and form the next one
+    cause = f"its world has ended, since shrink_group() has excluded {rank_text.name_ranks(excluded)}"
+    groups.end_all(_error_of(excluded), cause, revokes=aborts)
+    last.close(recovers=True)
+    with recovery.time_limit(last, "shrink_group()"):
+        if failures is not None:
+            mpi.record_lost_processes()  # a process that has been excluded may end at any time
+            recovery.form_next(last, comm, frozenset(excluded), start)
+        else:
+            _form_next(last, comm)
 
 
-def _recover(last: Session, failures: RankFailures, excluded: list[int]) -> None:
-    """Continue without the failed ranks, which must contain the excluded ones."""
+def _check_failed(failures: RankFailures, excluded: list[int]) -> None:
+    """Check that all excluded ranks have failed.
+
+    Raises:
+        ValueError: If one has not.
+    """
     mpi.poll(lambda: set(excluded) <= set(failures.ranks), _EVIDENCE_SECONDS)
     if alive := sorted(set(excluded) - set(failures.ranks)):
         raise ValueError(
             f"shrink_group: after the failure of {rank_text.name_ranks(failures.ranks)}, only failed ranks can be "
-            f"excluded, but {rank_text.name_ranks(alive)} has not failed.\n"
+            f"excluded, but {rank_text.name_ranks(alive)} {'has' if len(alive) == 1 else 'have'} not failed.\n"
             f"Exclude {failures.ranks} first, on all other ranks."
         )
-    recovery.recover_from(last)
 
 
-def _continue_without(last: Session, excluded: list[int], *, aborts: bool) -> None:
-    """Form the next world without ranks that have not failed."""
-    # 1. the communicator of the remaining ranks, which all of them must call for
-    if not aborts:
-        _finish([group for group in torch_internals.all_groups() if isinstance(group, MPIProcessGroup)])
+def _remaining_comm(last: Session, excluded: list[int], *, aborts: bool) -> Intracomm:
+    """Create the communicator of the remaining ranks (collective over these).
+
+    Raises:
+        RankFailedError: If a rank has failed before all of them have called.
+    """
+
+    def wait() -> None:
+        if last.watch is not None:
+            last.watch.continue_without(excluded, aborts=aborts)
+
     remaining = [rank for rank in range(last.world.size) if rank not in excluded]
-    comm = groups.remaining_comm(remaining, last.request.operation_timeout.total_seconds())
-    # 2. the end of the last world
-    cause = f"its world has ended, since shrink_group() has excluded {rank_text.name_ranks(excluded)}"
-    groups.end_all(_error_of(excluded), cause, revokes=aborts)
-    last.close(recovers=True)
-    if last.watch is not None:
-        last.watch.continue_without(excluded)
+    return groups.remaining_comm(remaining, last.request.operation_timeout.total_seconds(), wait)
+
+
+def _form_next(last: Session, comm: Intracomm) -> None:
+    """Form the next world of the processes of a communicator, with an MPI that ends the job if one of them fails."""
     last.stop_watching()
     mpi.forget_revoked()
-    # 3. the next world
-    job = mpi_job.rejoin(mpi.tracked(comm), comm.size, last.request, last.settings, last.job)
+    job = mpi_job.rejoin(comm, comm.size, last.request, last.settings, last.job)
     opened = session_setup.create(last.request, last.launch, last.settings, job, last.shutdown, last)
     session_setup.open_session(opened)
     session.set_current(opened)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mpicomm import mpi
 from mpicomm.json_messages import Message
 from mpicomm.recorder import dump, flight_recorder, hang_report, rank_text
 from mpicomm.recorder.dump import ClockOffset
@@ -48,7 +49,7 @@ _WRITE_SECONDS = 1.0  # how long the watchdog waits while the dump files are wri
 _EXIT_SECONDS = 0.5  # os._exit waits for rank 0's confirmation: some launchers kill the others before they report it
 _ABORT_SECONDS = 5.0  # time limit for MPI_Abort to end this process
 _CONTINUE_SECONDS = 5.0  # for rank 0 to confirm that a next world follows; it may be excluded because it is stopped
-_EXCLUDED_SECONDS = 10.0  # an operation of an excluded rank that has not ended by then waits for the other ranks
+_EXCLUDED_SECONDS = 10.0  # for an excluded rank to complete its operations with the others; then they end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +134,7 @@ class Watchdog:
         self._term_at = math.inf  # when SIGTERM ends this process
         self._exit_at = math.inf  # once the job is ending: when this process exits if the launcher has not ended it
         self._excluded_at = math.inf  # when the other ranks have continued without this one
+        self._excluded: Sequence[int] = ()  # this rank, and others
 
     # -- for other threads ---------------------------------------------------------------------------------------
 
@@ -202,10 +204,28 @@ class Watchdog:
                 raise failures.error()
         return self._exit.is_stuck
 
-    def continue_without(self, excluded: Sequence[int]) -> None:
-        """Report that this rank continues in a next world without some ranks, and wait until all others do, too."""
-        self._post_report(protocol.RankContinues(self.rank_info.rank, rank_text.ranges(excluded)))
-        self._exit.all_exited.wait(_CONTINUE_SECONDS)
+    def continue_without(self, excluded: Sequence[int], *, aborts: bool) -> None:
+        """Report that this rank continues in a next world without some ranks, and wait until all others do, too.
+
+        If rank 0 does not respond, perhaps since it is stopped and therefore excluded, do not wait for the others.
+
+        Args:
+            excluded: These ranks.
+            aborts: Whether their operations with the others end at once.
+
+        Raises:
+            RankFailedError: If a rank has failed before.
+        """
+        all_continue = self._exit.all_exited
+        self._is_acknowledged.clear()
+        self._post_report(protocol.RankContinues(self.rank_info.rank, rank_text.ranges(excluded), aborts))
+        is_over = lambda: all_continue.is_set() or rank_failures.known() is not None  # noqa: E731
+        mpi.poll(lambda: self._is_acknowledged.is_set() or is_over(), _CONTINUE_SECONDS)
+        if self._is_acknowledged.is_set():
+            mpi.poll(is_over, math.inf)
+        if not all_continue.is_set() and (failures := rank_failures.known()):
+            raise failures.error()
+        all_continue.set()  # from now on, the loss of a connection is no failure
 
     def has_seen_all_exit(self) -> bool:
         """Return whether every rank of the world has reported its exit."""
@@ -495,21 +515,37 @@ class Watchdog:
                     failures.record({int(rank): reason for rank, reason in message.reasons.items()})
             case protocol.WorldShrunk():
                 self._exit.all_exited.set()
-                if self.rank_info.rank in rank_text.parse_ranges(message.excluded):
-                    self._excluded_at = time.monotonic()
-                    flight_recorder.break_all(_describe_exclusion(message.excluded), "Exit from this process.")
+                excluded = rank_text.parse_ranges(message.excluded)
+                if self.rank_info.rank in excluded:
+                    self._excluded = excluded
+                    self._excluded_at = time.monotonic() - (_EXCLUDED_SECONDS if message.aborts else 0.0)
+                    if self._limits.recovers:
+                        mpi.record_lost_processes()
             case protocol.JobEnding():
                 self._end(message)
 
     def _check_excluded(self, now: float) -> None:
-        """Abort the job if this rank, which the others have excluded, waits for them: no other rank ends the wait."""
-        waits = [each for each in flight_recorder.running() if (each.start or now) < self._excluded_at]
-        if waits and now >= self._excluded_at + _EXCLUDED_SECONDS:
-            name = rank_text.full_name([self.rank_info.rank], self.rank_info.hosts)
-            operation = rank_text.describe_operation(waits[0].describe(now))
+        """End the groups that this rank had with the others, which have excluded it.
+
+        If it waits for them in MPI, which nothing interrupts, abort the job.
+        """
+        if now < self._excluded_at + _EXCLUDED_SECONDS:
+            return
+        cause = f"the other ranks have excluded {rank_text.name_ranks(self._excluded)} with shrink_group()"
+        broken = [group for group in flight_recorder.groups() if not set(group.ranks) <= set(self._excluded)]
+        for group in broken:
+            flight_recorder.break_group(group.name, cause, "Exit from this process.")
+        until = now - _EXCLUDED_SECONDS
+        waits = [
+            each
+            for each in flight_recorder.running()
+            if each.group in broken and max(each.start or now, self._excluded_at + _EXCLUDED_SECONDS) <= until
+        ]
+        if waits:
             self.print_report(
-                f"[mpicomm] {name}, which the other ranks have excluded with shrink_group(), waits for them in "
-                f"{operation}; aborting the job.\n"
+                f"[mpicomm] {rank_text.full_name([self.rank_info.rank], self.rank_info.hosts)}, which the other ranks "
+                f"have excluded with shrink_group(), waits for them in "
+                f"{rank_text.describe_operation(waits[0].describe(now))}; aborting the job.\n"
                 f"Exclude only ranks that call no operation of the group any more, or that have failed."
             )
             self._abort(1)
@@ -587,11 +623,6 @@ class Watchdog:
             )
             if problem:  # the report is printed all the same
                 self._report(protocol.DumpFailed(self.rank_info.rank, problem))
-
-
-def _describe_exclusion(excluded: str) -> str:
-    ranks = rank_text.parse_ranges(excluded)
-    return f"the other ranks have excluded {rank_text.name_ranks(ranks)} with shrink_group()"
 
 
 _current: Watchdog | None = None

@@ -152,7 +152,7 @@ class Coordinator:
         self._exits: dict[int, protocol.RankExited] = {}
         self._exit_times: dict[int, float] = {}
         self._terminated: set[int] = set()
-        self._continuing: set[int] = set()  # the ranks that continue in a next world
+        self._continuing: dict[int, str] = {}  # the ranks that continue in a next world, and which they exclude
         self._has_shrunk = False  # whether all ranks do that are not excluded from it
         self._waits: dict[tuple[int, int], protocol.WaitStarted] = {}
         self._collection: _Collection | None = None
@@ -310,12 +310,14 @@ class Coordinator:
             self._expect_check_of_exits(now)
 
     def _receive_continuation(self, message: protocol.RankContinues) -> None:
-        self._continuing.add(message.rank)
-        self._has_shrunk = len(self._continuing) + len(rank_text.parse_ranges(message.excluded)) == self.size
+        self._continuing[message.rank] = message.excluded
+        self._send(protocol.Acknowledgement(message.rank))
+        agreeing = list(self._continuing.values()).count(message.excluded)
+        self._has_shrunk = agreeing + len(rank_text.parse_ranges(message.excluded)) == self.size and not self._failed
         if self._has_shrunk:
             self._check_exits_at = math.inf
             self._collection = None
-            self._send(protocol.WorldShrunk(message.excluded))
+            self._send(protocol.WorldShrunk(message.excluded, message.aborts))
 
     def _expect_check_of_exits(self, now: float) -> None:
         if self._waits and self._exits:

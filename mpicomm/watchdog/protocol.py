@@ -142,6 +142,7 @@ class RankContinues(FromRank):
     """The rank continues in a next world, without the excluded ranks (`rank_text.ranges`), which have not failed."""
 
     excluded: str
+    aborts: bool
 
 
 class RankDied(FromRank):
@@ -260,9 +261,13 @@ class AllExited(Message):
 
 
 class WorldShrunk(Message):
-    """All other ranks continue in a next world, without the excluded ranks (`rank_text.ranges`)."""
+    """All other ranks continue in a next world, without the excluded ranks (`rank_text.ranges`).
+
+    If `aborts`, operations with these do not complete.
+    """
 
     excluded: str
+    aborts: bool
 
 
 class JobEnding(Message):

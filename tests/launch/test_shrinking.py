@@ -56,11 +56,13 @@ def check_world(old, size, previous):
 
 # With 4 ranks: a group without rank 1, the world without rank 0, which notices it, then without the last rank.
 WITHOUT_FAILURE = """
+agent._EXCLUDED_SECONDS = 0.1
 world = mpicomm.bootstrap(min_ranks=2)
+own = dist.new_group([0])
 part = dist.new_group([0, 1, 2])
 if world.rank in (0, 2):
     waiting = dist.irecv(torch.zeros(1), 1, group=part)
-    assert "messages of group 1 are in flight" in str(error_of(dist.shrink_group, [1], part))
+    assert "messages of group 2 are in flight" in str(error_of(dist.shrink_group, [1], part))
     assert "pg_options are not supported" in str(error_of(dist.shrink_group, [1], part, pg_options=object()))
 dist.barrier()
 if world.rank == 1:
@@ -78,7 +80,9 @@ if world.rank == 1:
 assert "fewer than min_ranks=2" in str(error_of(dist.shrink_group, [rank for rank in range(4) if rank != world.rank]))
 dist.barrier()
 if world.rank == 0:
-    say(f"world: {wait_until(lambda: error_of(dist.group.WORLD._executor._state.check_open), 'the exclusion')}")
+    say(f"world: {wait_until(lambda: error_of(dist.group.WORLD.check_open), 'the exclusion')}")
+    assert "Exit from this process." in str(error_of(dist.shrink_group, [1]))
+    use(own, 1)
     sys.exit(0)
 assert dist.shrink_group([0]) is dist.group.WORLD
 second = check_world(world, 3, [1, 2, 3])
@@ -95,7 +99,7 @@ say(f"rank {world.rank} ends as rank {third.rank}")
 def test_ranks_that_have_not_failed_are_excluded() -> None:
     outcome = run_ranks(4, START + WITHOUT_FAILURE)
     assert outcome.status == 0, outcome
-    shrunk = "part: group 1 cannot be used any more: ranks have continued without rank 1 (shrink_group).\n"
+    shrunk = "part: group 2 cannot be used any more: ranks have continued without rank 1 (shrink_group).\n"
     assert f"{shrunk}Use the default group, or create a new one" in outcome.stdout, outcome
     excluded = "world: group 0 cannot be used any more: the other ranks have excluded rank 0 with shrink_group().\n"
     assert f"{excluded}Exit from this process." in outcome.stdout, outcome
@@ -116,9 +120,9 @@ say(f"rank {world.rank}: {error_of(waiting.wait)}")
 second = check_world(world, 3, [0, 1, 2])
 if world.rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
-if world.rank == 0:  # the other one knows of the failure by the call
+if world.rank == 0:  # the other one learns of the failure in the call
     assert isinstance(error_of(dist.recv, torch.ones(1), 2), mpicomm.RankFailedError)
-say(f"rank {world.rank}: {error_of(dist.shrink_group, [1 - world.rank])}")
+    say(f"rank 0: {error_of(dist.shrink_group, [1])}")
 dist.shrink_group([2])
 check_world(second, 2, [0, 1])
 say(f"rank {world.rank} continues")
@@ -131,12 +135,13 @@ def test_failed_ranks_are_excluded(tmp_path: Path) -> None:
     script.write_text(START + AFTER_A_FAILURE)
     outcome = run_command([sys.executable, "-m", "mpicomm", "run", "--fault-tolerant", "-n", "4", str(script)])
     assert outcome.status == 0, outcome
+    assert outcome.stderr.count("continuing with") == 1, outcome
     ended = "rank 3: group 0 cannot be used any more: the other ranks have excluded rank 3 with shrink_group().\n"
     assert ended in outcome.stdout, outcome
+    alive = "only failed ranks can be excluded, but rank 1 has not failed.\nExclude [2] first, on all other ranks."
+    assert f"rank 0: shrink_group: after the failure of rank 2, {alive}" in outcome.stdout, outcome
     for rank in range(2):
         assert f"rank {rank}: group 0 cannot be used any more: its world has ended" in outcome.stdout, outcome
-        alive = f"only failed ranks can be excluded, but rank {1 - rank} has not failed"
-        assert f"rank {rank}: shrink_group: after the failure of rank 2, {alive}" in outcome.stdout, outcome
         assert f"rank {rank} continues\n" in outcome.stdout, outcome
 
 

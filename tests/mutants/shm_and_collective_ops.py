@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = [
     Mutant(
         "c_library.call",
-        old="dtype_code(dtype) << 48",
+        old="dtype_code(dtype) << _DTYPE",
         new="0",
         fault="A rank reads a tensor as another dtype than that of the rank that sent it, without an error.",
         tests="tests/mpi/test_slots.py -k different_dtypes",
@@ -56,7 +56,7 @@ MUTANTS = [
         ranks=2,
     ),
     Mutant(
-        "HaloExchange._shift",
+        "HaloExchange._pass_on",
         old="sent if source == self._members.rank else torch.empty_like(sent)",
         new="torch.empty_like(sent)",
         fault="A rank that is its own neighbour gets undefined cells.",

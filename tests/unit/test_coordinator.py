@@ -340,15 +340,26 @@ def test_a_rank_that_left_can_die_only_while_it_waits_for_the_others(court: Cour
 
 
 def test_ranks_continue_without_ranks_that_have_not_failed(court: Court) -> None:
-    court.receive(protocol.RankContinues(0, "1"))
-    court.receive(protocol.RankContinues(3, "1"))
+    court.receive(protocol.RankContinues(2, "3", False))  # another list
+    court.receive(protocol.RankContinues(0, "1", False))
+    court.receive(protocol.RankContinues(3, "1", False))
     court.lose(3)  # it has closed its connection first
+    assert court.to_one == [Acknowledgement(rank) for rank in (2, 0, 3)]
     assert court.to_all == []
-    court.receive(protocol.RankContinues(2, "1"))
-    assert court.to_all == [protocol.WorldShrunk("1")]
+    court.receive(protocol.RankContinues(2, "1", False))
+    assert court.to_all == [protocol.WorldShrunk("1", False)]
     for rank in (0, 1, 2):
         court.lose(rank)
     assert court.claims == 0
+
+
+def test_ranks_do_not_continue_without_a_live_rank_if_another_one_has_failed() -> None:
+    court = Court(recovers=True)
+    court.receive(protocol.RankContinues(0, "1", False))
+    court.lose(3)
+    court.receive(protocol.RankContinues(2, "1, 3", False))
+    court.receive(protocol.RankContinues(0, "1, 3", False))
+    assert protocol.WorldShrunk not in court.kinds()
 
 
 def test_a_rank_that_calls_os_exit_is_named_and_gets_an_acknowledgement(court: Court) -> None:

@@ -308,10 +308,18 @@ class Executor:
         if self._worker is not None and not self.record.broken:
             self._worker.wait_until_idle()
 
+    def check_open(self) -> None:
+        """Check that the group can be used.
+
+        Raises:
+            MpicommError: If it is broken or was destroyed.
+        """
+        self._state.check_open()
+
     def finish(self) -> bool:
-        """Wait until all queued operations have run; return whether no message is in flight, after a grace period."""
+        """Wait until all queued operations have run, and a second for messages; return whether none is in flight."""
         self.drain()
-        return mpi.poll(lambda: not self.messages.has_any(), _LATE_SECONDS)
+        return self.messages.wait_for_all()
 
     def advance(self) -> None:
         """Drive the progress of messages in flight."""
@@ -338,6 +346,7 @@ class Executor:
                 self._worker.stop()
             self.messages.stop()
             if not self.messages.wait_for_all():
+                self.messages.abandon()
                 self._keeps_communicator = True
             self.algorithms.close()
             if not self._keeps_communicator:

@@ -180,11 +180,6 @@ class PendingMessages:
         for transfer in list(self._in_flight):
             transfer.test()  # a completed message calls `forget`
 
-    def has_any(self) -> bool:
-        """Return whether messages are in flight, after testing each of them."""
-        self.unposted.post_all()
-        return self._test_in_flight()
-
     def is_sending(self) -> bool:
         """Return whether sent messages are still in flight."""
         return any(transfer.is_send for transfer in list(self._in_flight))
@@ -212,20 +207,21 @@ class PendingMessages:
             self.poller.stop()
 
     def wait_for_all(self) -> bool:
-        """Wait for the messages in flight, for a second; return whether all have completed, and warn if not.
+        """Wait for the messages in flight, for a second; return whether all have completed.
 
         The second begins when MPI has all messages: until then they wait for the device, and not for other ranks.
         """
         self.unposted.post_all()
-        if mpi.poll(lambda: not self._test_in_flight(), _LAST_MESSAGES_SECONDS, longest_pause=1e-4):
-            return True
+        return mpi.poll(lambda: not self._test_in_flight(), _LAST_MESSAGES_SECONDS, longest_pause=1e-4)
+
+    def abandon(self) -> None:
+        """Warn of the messages in flight, and keep them alive: the group is destroyed."""
         warnings.warn(
             f"group {self._record.name} is destroyed with {len(self._in_flight)} messages in flight. "
             f"Call wait() on the works of isend and irecv first.",
             stacklevel=3,
         )
         _abandoned.extend(self._in_flight)
-        return False
 
     def give_up(self, error: Exception, *, is_revoked: bool = False) -> None:
         """Complete the messages in flight with an error.
