@@ -99,7 +99,8 @@ def _shrink_part(group: MPIProcessGroup, excluded: list[int], *, aborts: bool) -
     shrunk = torch_internals.make_group(remaining, name, datetime.timedelta(seconds=group.timeout_seconds))
     cause = f"ranks have continued without {rank_text.name_ranks(outside)} (shrink_group)"
     if (watch := agent.current()) is not None and dist.get_rank(shrunk) == 0:
-        watch.break_group(group.group_name, cause, flight_recorder.OTHER_GROUP)  # for the excluded ranks
+        # For the excluded ranks, which may still complete operations that the others have completed.
+        watch.break_group(group.group_name, cause, flight_recorder.OTHER_GROUP, agent.EXCLUDED_SECONDS)
     if aborts:
         group.abort()
     else:

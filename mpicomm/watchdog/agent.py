@@ -49,7 +49,9 @@ _WRITE_SECONDS = 1.0  # how long the watchdog waits while the dump files are wri
 _EXIT_SECONDS = 0.5  # os._exit waits for rank 0's confirmation: some launchers kill the others before they report it
 _ABORT_SECONDS = 5.0  # time limit for MPI_Abort to end this process
 _CONTINUE_SECONDS = 5.0  # for rank 0 to confirm that a next world follows; it may be excluded because it is stopped
-_EXCLUDED_SECONDS = 10.0  # for an excluded rank to complete its operations with the others; then they end
+
+EXCLUDED_SECONDS = 10.0
+"""The time in which an excluded rank (`shrink_group`) can complete operations with the others; then they end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,7 @@ class Watchdog:
         self._exit_at = math.inf  # once the job is ending: when this process exits if the launcher has not ended it
         self._excluded_at = math.inf  # when the other ranks have continued without this one
         self._excluded: Sequence[int] = ()  # this rank, and others
+        self._broken_groups: list[tuple[float, protocol.GroupBroken]] = []  # from when on they cannot be used
 
     # -- for other threads ---------------------------------------------------------------------------------------
 
@@ -267,9 +270,16 @@ class Watchdog:
             self._answers.pop(operation.number, None)
         return rank_text.parse_ranges(answer.ranks), answer.table
 
-    def break_group(self, name: str, cause: str, remedy: str = "") -> None:
-        """Report that this rank has stopped waiting in a group, so that no rank uses the group any more."""
-        self._post_report(protocol.GroupBroken(name, cause, remedy))
+    def break_group(self, name: str, cause: str, remedy: str = "", seconds: float = 0.0) -> None:
+        """Report that this rank has stopped waiting in a group, so that no rank uses the group any more.
+
+        Args:
+            name: The name of the group.
+            cause: Why; for errors.
+            remedy: The next step; for errors.
+            seconds: The time in which other ranks can complete their operations on the group.
+        """
+        self._post_report(protocol.GroupBroken(name, cause, remedy, seconds))
 
     def clock_offset(self) -> ClockOffset | None:
         """Return the difference between the clocks of this rank and rank 0; None if it has not been measured."""
@@ -394,6 +404,7 @@ class Watchdog:
         else:
             self._operations.check(now)
         self._exit.check()
+        self._break_groups(now)
 
     def _probe_clock(self) -> None:
         if (probe := self._clock.probe()) is not None:
@@ -501,7 +512,8 @@ class Watchdog:
                 if message.number in self._answers:
                     self._answers[message.number].put(message)
             case protocol.GroupBroken():
-                flight_recorder.break_group(message.group, message.cause, message.remedy)
+                self._broken_groups.append((time.monotonic() + message.seconds, message))
+                self._break_groups(time.monotonic())
             case protocol.Acknowledgement():
                 self._is_acknowledged.set()
             case protocol.AllExited():
@@ -518,28 +530,35 @@ class Watchdog:
                 excluded = rank_text.parse_ranges(message.excluded)
                 if self.rank_info.rank in excluded:
                     self._excluded = excluded
-                    self._excluded_at = time.monotonic() - (_EXCLUDED_SECONDS if message.aborts else 0.0)
+                    self._excluded_at = time.monotonic() - (EXCLUDED_SECONDS if message.aborts else 0.0)
                     if self._limits.recovers:
                         mpi.record_lost_processes()
             case protocol.JobEnding():
                 self._end(message)
+
+    def _break_groups(self, now: float) -> None:
+        """Break the groups that cannot be used any more from now on."""
+        due = [message for at, message in self._broken_groups if at <= now]
+        self._broken_groups = [(at, message) for at, message in self._broken_groups if at > now]
+        for message in due:
+            flight_recorder.break_group(message.group, message.cause, message.remedy)
 
     def _check_excluded(self, now: float) -> None:
         """End the groups that this rank had with the others, which have excluded it.
 
         If it waits for them in MPI, which nothing interrupts, abort the job.
         """
-        if now < self._excluded_at + _EXCLUDED_SECONDS:
+        if now < self._excluded_at + EXCLUDED_SECONDS:
             return
         cause = f"the other ranks have excluded {rank_text.name_ranks(self._excluded)} with shrink_group()"
         broken = [group for group in flight_recorder.groups() if not set(group.ranks) <= set(self._excluded)]
         for group in broken:
             flight_recorder.break_group(group.name, cause, "Exit from this process.")
-        until = now - _EXCLUDED_SECONDS
+        until = now - EXCLUDED_SECONDS
         waits = [
             each
             for each in flight_recorder.running()
-            if each.group in broken and max(each.start or now, self._excluded_at + _EXCLUDED_SECONDS) <= until
+            if each.group in broken and max(each.start or now, self._excluded_at + EXCLUDED_SECONDS) <= until
         ]
         if waits:
             self.print_report(

@@ -172,6 +172,8 @@ class GroupBroken(Message):
     group: str
     cause: str
     remedy: str = ""
+    seconds: float = 0.0
+    """The time in which operations of the group can complete."""
 
 
 # -- between rank 0 and `mpicomm run` ----------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def check_world(old, size, previous):
 
 # With 4 ranks: a group without rank 1, the world without rank 0, which notices it, then without the last rank.
 WITHOUT_FAILURE = """
-agent._EXCLUDED_SECONDS = 0.1
+agent.EXCLUDED_SECONDS = 1.0
 world = mpicomm.bootstrap(min_ranks=2)
 own = dist.new_group([0])
 part = dist.new_group([0, 1, 2])
@@ -70,20 +70,28 @@ if world.rank == 1:
         dist.send(torch.ones(1), rank, group=part)
 elif world.rank != 3:
     waiting.wait()
+    dist.send(torch.ones(1), 1, group=part)
     shrunk = dist.shrink_group([1], part)
     assert dist.get_process_group_ranks(shrunk) == [0, 2]
     use(shrunk, 2)
 use(dist.group.WORLD, 4)
 if world.rank == 1:
-    say(f"part: {wait_until(lambda: error_of(dist.all_reduce, torch.ones(1), group=part), 'the end of the group')}")
+    for _ in range(2):
+        dist.recv(torch.ones(1), group=part)  # sent before
+    say(f"part: {wait_until(lambda: error_of(part.check_open), 'the end of the group')}")
     dist.destroy_process_group(part)
 assert "fewer than min_ranks=2" in str(error_of(dist.shrink_group, [rank for rank in range(4) if rank != world.rank]))
 dist.barrier()
 if world.rank == 0:
+    while agent.current()._excluded_at == float("inf"):
+        time.sleep(0.01)
+    for _ in range(3):
+        dist.recv(torch.ones(1))  # sent before
     say(f"world: {wait_until(lambda: error_of(dist.group.WORLD.check_open), 'the exclusion')}")
     assert "Exit from this process." in str(error_of(dist.shrink_group, [1]))
     use(own, 1)
     sys.exit(0)
+dist.send(torch.ones(1), 0)
 assert dist.shrink_group([0]) is dist.group.WORLD
 second = check_world(world, 3, [1, 2, 3])
 if second.rank == 2:
@@ -146,7 +154,7 @@ def test_failed_ranks_are_excluded(tmp_path: Path) -> None:
 
 
 EXCLUDED_TOO_EARLY = """
-agent._EXCLUDED_SECONDS = 0.5
+agent.EXCLUDED_SECONDS = 0.5
 world = mpicomm.bootstrap()
 dist.barrier()
 if world.rank == 1:

@@ -239,7 +239,7 @@ MUTANTS = [
     ),
     Mutant(
         "Watchdog._check_excluded",
-        old="max(each.start or now, self._excluded_at + _EXCLUDED_SECONDS) <= until",
+        old="max(each.start or now, self._excluded_at + EXCLUDED_SECONDS) <= until",
         new="False",
         fault="A job whose excluded rank waits in MPI never ends.",
         tests="tests/launch/test_shrinking.py -k waits_for_the_others",
