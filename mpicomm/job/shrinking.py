@@ -41,7 +41,7 @@ def shrink_group(group: MPIProcessGroup, excluded: list[int], aborts: bool) -> d
 
     Args:
         group: The group, which cannot be used any more.
-        excluded: Ranks of the group, in ascending order; this rank is none of them.
+        excluded: Ranks of the group, in ascending order, without this rank.
         aborts: Whether operations that have not completed are aborted, if MPI can do that: an Open MPI with ULFM.
 
     Returns:
@@ -116,7 +116,7 @@ def _session() -> Session:
     """Return the session of the default group.
 
     Raises:
-        MpicommError: If there is none, or the world has spares.
+        MpicommError: If it has no session, or the world has spares.
     """
     current = session.current()
     if current is None or not current.is_open or current.job.process_comm is None:
